@@ -36,7 +36,7 @@ _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
 
 
-def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
+def take_late(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
     """Stages arrays and starts their pulls; waits only while the device budget is used up.
 
     Args:

@@ -206,10 +206,10 @@ class OpenWindow:
         if task is not None:
             self._worker.pass_on(task, self._early.failed)
 
-    def seal(
+    def take_early(
         self, arrays: Sequence[jax.Array], promised: dict[int, list[ChunkSlot]]
     ) -> dict[str, Any] | None:
-        """The state at the save step is reached; its early chunks are final after this.
+        """Promises what has left early of one item of the save, whose version has been reached.
 
         Args:
           arrays: Of the state given to `save`.
@@ -235,11 +235,7 @@ class OpenWindow:
         )
         try:
             self._handed_over.update(slots)
-            rest = [(n, chunk) for n, chunks in enumerate(wanted.values()) for chunk in chunks]
-            receivers = [
-                (functools.partial(self._land_rows, j), self._early.failed) for j in wanted
-            ]
-            send_late([new[j] for j in wanted], rest, receivers, self._resources)
+            self._send_rest(new, wanted)
             self._worker.submit_behind(
                 functools.partial(self._finish, slots, audit),
                 functools.partial(self._is_lost, slots, audit),
@@ -249,6 +245,12 @@ class OpenWindow:
                 self._worker.submit_behind(*in_any_case(audit.drop))
             raise
         return None if audit is None else audit.metadata
+
+    def _send_rest(self, new: Mapping[int, jax.Array], rest: Mapping[int, Sequence[Chunk]]) -> None:
+        """Of leaves that have left in part, sends the rows that have not: late, and final."""
+        chunks = [(n, chunk) for n, of_leaf in enumerate(rest.values()) for chunk in of_leaf]
+        receivers = [(functools.partial(self._land_rows, j), self._early.failed) for j in rest]
+        send_late([new[j] for j in rest], chunks, receivers, self._resources)
 
     def _land_rows(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         self._pass_on(self._early.land_rows(leaf, chunk, found))

@@ -9,7 +9,7 @@ import jax
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.window.facts import NO_BYTES, SavedBytes
-from gockpt_jax.window.late import take_now
+from gockpt_jax.window.late import take_late
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, give_back
@@ -76,7 +76,7 @@ class Seal:
         audit: dict[str, Any] | None = None
         try:
             if self._window is not None:
-                audit = self._window.seal(arrays, slots)
+                audit = self._window.take_early(arrays, slots)
             record.early_leaves += len(slots)
             record.num_arrays += len(arrays)
             record.state_bytes += sum(owned[id(a)] for a in arrays)
@@ -87,7 +87,7 @@ class Seal:
                 # Of an array on other processes' devices alone there is nothing to take.
                 slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
                 late = [a for i, a in distinct.items() if i not in slots]
-                slots |= take_now(late, to)
+                slots |= take_late(late, to)
             to.worker.submit(record.drained)
             return Taken(record, [slots[id(a)] for a in arrays], audit)
         except BaseException:  # nobody will write what has been taken

@@ -255,7 +255,7 @@ class Session:
                 self._seal = self._new_seal()
                 self._current.sealed()  # not before: an interrupt would leave it to nobody
 
-    def seal(self, arrays: Sequence[jax.Array]) -> Taken:
+    def take(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays at the save step, as `Seal.take` says.
 
         Raises:

@@ -204,7 +204,7 @@ def test_what_a_device_has_no_room_for_at_once_is_copied_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int
 ) -> None:
     """Something else has taken its memory since the budget was measured."""
-    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=FULL)
+    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_late"), error=FULL)
     with Trainer(tmp_path, window=gockpt.WindowOptions(steps=steps)) as trainer:
         device = trainer.manager._gockpt_session.resources.device
         assert device.limit_bytes is None
@@ -295,7 +295,7 @@ def test_a_device_that_tells_late_that_it_had_no_room_is_heeded(
 def test_saves_are_planned_anew_for_a_device_that_has_less_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=FULL)
+    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_late"), error=FULL)
     with Trainer(tmp_path, window=gockpt.WindowOptions(steps=None)) as trainer:
         trainer.run(4)
         fault.arm()
@@ -319,7 +319,7 @@ def test_a_device_without_room_for_a_save_s_copies(
 ) -> None:  # fmt: skip
     """The error names the save and what to do, no byte is kept, and the same save is made next."""
     if where == "copying":
-        inside = (late, "take_now")
+        inside = (late, "take_late")
         fault = Fault(monkeypatch, block, "_copied", only_in=inside, error=FULL, lasts=True)
     else:
         fault = Fault(monkeypatch, LandedLeaf, "put", error=FULL)
@@ -380,7 +380,7 @@ def test_interrupted_save_gives_its_bytes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The audit's sample, too, which is on its way by then."""
-    inside, error = (OpenWindow, "seal"), KeyboardInterrupt()
+    inside, error = (OpenWindow, "take_early"), KeyboardInterrupt()
     fault = Fault(monkeypatch, late, "send_late", only_in=inside, error=error)
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(7)

@@ -64,7 +64,7 @@ PLACES = {
     "the state is taken": (Seal, "take", False),
     "what left early is taken": (open_window, "send_late", False),
     "what left early is taken, without an audit": (open_window, "send_late", False),
-    "what left early has been taken": (OpenWindow, "seal", True),
+    "what left early has been taken": (OpenWindow, "take_early", True),
     "it is accounted for": (BegunSave, "add", False),
     "it is handed over": (StateHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),

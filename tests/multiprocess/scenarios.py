@@ -754,7 +754,7 @@ def full(directory: Path) -> None:
 
     The save itself fails: what is copied is a program of all processes.
     """
-    here, take, stage = jax.process_index(), late.take_now, block.stage_and_pull
+    here, take, stage = jax.process_index(), late.take_late, block.stage_and_pull
     taken_bytes: list[int] = []  # by copies at the save step; of the first, the whole state
 
     def taking(*args: Any) -> Any:
@@ -774,7 +774,7 @@ def full(directory: Path) -> None:
         is_full = False
         taken_bytes.clear()
         with (
-            replaced(late, "take_now", taking, only_on=here),
+            replaced(late, "take_late", taking, only_on=here),
             replaced(chunks, "MIN_CHUNK_BYTES", 256, only_on=here),
         ):
             loop.run(INTERVAL)

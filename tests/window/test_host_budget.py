@@ -401,7 +401,7 @@ def test_what_left_early_is_given_back_if_its_save_fails(tmp_path, monkeypatch, 
 
     with monkeypatch.context() as patch:
         if where == "late":
-            patch.setattr(seal, "take_now", fail)
+            patch.setattr(seal, "take_late", fail)
         else:
             patch.setattr(taken, "copy", types.SimpleNamespace(deepcopy=fail))
         with pytest.raises(RuntimeError, match="injected"):

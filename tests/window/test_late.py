@@ -23,7 +23,7 @@ from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.facts import NO_BYTES, SavedBytes
 from gockpt_jax.window.landed import LandedLeaf
-from gockpt_jax.window.late import take_now
+from gockpt_jax.window.late import take_late
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.seal import Seal
@@ -63,7 +63,7 @@ def test_what_finds_no_room_is_taken_in_smaller_parts(limit_bytes, tells, monkey
     worker, host = Worker(), ByteBudget(None)
     device = SmallDevice(monkeypatch, limit_bytes, 8000, tells=tells)
     for _ in range(2):
-        slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+        slots = take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
         worker.wait_until_idle()
         for array in arrays:
             (slot,) = slots[id(array)]
@@ -81,7 +81,7 @@ def test_what_finds_no_room_is_laid_out_anew_with_all_that_comes_behind(monkeypa
     arrays = [jnp.full(128, n, jnp.float32) for n in range(64)]
     worker, host = Worker(), ByteBudget(None)
     device = SmallDevice(monkeypatch, 16384, 1500, tells=False)
-    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    slots = take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     for n, array in enumerate(arrays):
         np.testing.assert_array_equal(slots[id(array)][0].data.result(), np.full(128, n))
@@ -107,7 +107,7 @@ def test_what_was_in_flight_had_room_though_it_has_landed_since(monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(late, "stage_and_pull", waits)
     worker.submit(lambda: go_on.wait(60))  # nothing has landed when it is tried
-    take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert device.limit_bytes == 2**15 + 2**11
     assert device.used_bytes == 0
@@ -129,10 +129,10 @@ def test_what_lies_on_the_host_takes_nothing_of_the_device(monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(late, "stage_and_pull", stage_and_pull)
         with pytest.raises(jax.errors.JaxRuntimeError, match="host memory"):
-            take_now(arrays, resources)
+            take_late(arrays, resources)
     assert device.limit_bytes == 10_000
     assert not caplog.records
-    slots = take_now(arrays, resources)
+    slots = take_late(arrays, resources)
     worker.close()
     for array in arrays:
         np.testing.assert_array_equal(slots[id(array)][0].data.result(), array)
@@ -151,12 +151,12 @@ def test_what_finds_no_room_even_alone_is_cut(several, monkeypatch):
     resources = Resources(worker, worker, device, host, FIRST_ALONE)
     if several:
         with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
-            take_now(arrays, resources)
+            take_late(arrays, resources)
         worker.wait_until_idle()
         assert (device.used_bytes, host.used_bytes) == (0, 0)
         assert device.limit_bytes is None
         device.agree()  # as before each save
-    slots = take_now(arrays, resources)
+    slots = take_late(arrays, resources)
     worker.close()
     np.testing.assert_array_equal(slots[id(arrays[0])][0].data.result(), arrays[0])
     assert (device.used_bytes, device.refused) == (0, 1)
@@ -168,7 +168,7 @@ def test_what_cannot_be_cut_is_an_error_where_it_finds_no_room(monkeypatch):
     worker, host = Worker(), ByteBudget(None)
     device = SmallDevice(monkeypatch, None, 4000, tells=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
-        take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+        take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.used_bytes, host.used_bytes, device.refused) == (0, 0, 3)
 
@@ -211,7 +211,7 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, room_bytes, mo
     arrays += [jax.random.key(2), jnp.arange(7), jnp.zeros(8, jnp.int4)]
     worker, host = Worker(), ByteBudget(None)
     device = SmallDevice(monkeypatch, limit_bytes, room_bytes, tells=False)
-    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    slots = take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.refused > 0) == (room_bytes < 10**9)
     for array in arrays:
@@ -261,7 +261,7 @@ def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatc
     monkeypatch.setattr(LandedLeaf, "put", failing)
     arrays = [jnp.arange(7.0), jnp.ones((64, 24)), jnp.arange(5.0)]
     worker, device, host = Worker(), DeviceBudget(limit_bytes, Processes()), ByteBudget(None)
-    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    slots = take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     data = [slot.data for array in arrays for slot in slots[id(array)]]
     final = [x.result().nbytes for x in data if x.exception() is None]
@@ -289,7 +289,7 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
     arrays = [jnp.full((64, 24), n, jnp.float32) for n in range(2)]
     worker, device, host = Worker(), DeviceBudget(6144, Processes()), ByteBudget(None)
     with pytest.raises(MemoryError, match="staging"):
-        take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+        take_late(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
 

@@ -790,7 +790,7 @@ def test_one_that_cannot_be_taken_is_told_of_once(start, monkeypatch):
     loop.train(7)
     with monkeypatch.context() as context:
         full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
-        context.setattr(seal, "take_now", lambda *_: (_ for _ in ()).throw(full))
+        context.setattr(seal, "take_late", lambda *_: (_ for _ in ()).throw(full))
         with pytest.warns(gockpt.SaveFailedWarning, match="injected"):
             assert not loop.train(8)
     assert ["injected" in r.error for r in loop.manager.reports if r.step == 8] == [True]

@@ -28,7 +28,7 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import early, late, units
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.early import EarlyChunks
-from gockpt_jax.window.late import take_now
+from gockpt_jax.window.late import take_late
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 
@@ -246,7 +246,7 @@ def test_late_leaves_wait_until_what_exceeds_the_budget_has_gone(leaves, percent
     limit = total * percent // 100
     link = Link()
     device = Device(limit, link)
-    slots = take_now(arrays, Resources(link, link, device, ByteBudget(None), FIRST_ALONE))
+    slots = take_late(arrays, Resources(link, link, device, ByteBudget(None), FIRST_ALONE))
     largest = max(n for n in (*leaves, 0) if n * unit <= limit // 2) * unit
     # Blocks are filled as far as leaves allow, and the part that makes room may be one, too.
     part = total // 16 + largest if limit < total else 0

@@ -180,7 +180,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         leaves, tree = self.leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         arrays, host = [leaves[i] for i in positions], self._gockpt_session.host
-        record, slots, audit = self._gockpt_session.seal(arrays)
+        record, slots, audit = self._gockpt_session.take(arrays)
         try:
             owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays are there twice
             if self._taking is None or self._taking.record is not record:
