@@ -37,42 +37,43 @@ class Departure:
     """A block of units, and what follows them and those before them.
 
     Attributes:
-      leaves: Of each chunk of `state`, the unit and the leaf.
-      state: What is staged and leaves.
+      leaves: Of each chunk of `block`, the unit and the leaf.
+      block: What is staged and leaves.
       units: All that have left with it, by their positions in the plan.
-      followers: Of each chunk of `cut`, the units whose rows it has, and the cut value.
-      cut: What follows the armed step behind it, staged by one program: captured scalars, and rows.
-        A value of which all rows left in one block is one chunk, so that it can be pulled as it is.
+      followers: Of each chunk of `following`, the units whose rows it has, and the cut value.
+      following: What follows the armed step behind it, staged by one program: captured scalars, and
+        rows. A value of which all rows left in one block is one chunk, so that it can be pulled as
+        it is.
     """
 
     leaves: tuple[tuple[int, int], ...]
-    state: Block
+    block: Block
     units: tuple[int, ...]
     followers: tuple[Follower, ...]
-    cut: Block
+    following: Block
 
     def is_cut_from(self, leaves: Sequence[jax.Array]) -> bool:
         """Whether these leaves lie as those that it was made for."""
-        return self.state.is_cut_from([leaves[j] for _, j in self.leaves])
+        return self.block.is_cut_from([leaves[j] for _, j in self.leaves])
 
     def arrays_of(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
-        """Of each chunk of `cut`, the array that it is cut from."""
+        """Of each chunk of `following`, the array that it is cut from."""
         return [cut[follower.value] for follower in self.followers]
 
     def followed_by(self, cut: Sequence[jax.Array]) -> "Departure":
         """The same, followed by cut values that lie as these do."""
-        if self.cut.is_cut_from(self.arrays_of(cut)):
+        if self.following.is_cut_from(self.arrays_of(cut)):
             return self
         chunks = [
             dataclasses.replace(c, source=Source.of(cut[i], c.source.travels_by if run else None))
-            for c, (run, i) in zip(self.cut.chunks, self.followers, strict=True)
+            for c, (run, i) in zip(self.following.chunks, self.followers, strict=True)
         ]
-        return dataclasses.replace(self, cut=_following(self.followers, chunks))
+        return dataclasses.replace(self, following=_following(self.followers, chunks))
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
-        self.state.compile_ahead()
-        self.cut.compile_ahead()
+        self.block.compile_ahead()
+        self.following.compile_ahead()
 
 
 def nothing_left(cut: StepCut, leaves: Sequence[jax.Array]) -> Departure:
@@ -112,13 +113,13 @@ def make_departure(
       leaves: Of the state, alive or not. Cut values are taken to lie as those that they replay.
       before: The one before it.
     """
-    of_state, chunks = [], []
+    leaving, chunks = [], []
     for u, unit in units.items():
         for j in cut.groups[unit.group].leaves:
-            of_state.append((u, j))
+            leaving.append((u, j))
             chunks.append(unit.chunk_of(leaves[j]))
-    state = block_of(chunks, [j for _, j in of_state])
-    followers, cut_chunks = [*before.followers], [*before.cut.chunks]
+    block = block_of(chunks, [j for _, j in leaving])
+    followers, cut_chunks = [*before.followers], [*before.following.chunks]
     for run in _runs(cut, units):
         first, last = units[run[0]], units[run[-1]]
         for i in cut.groups[first.group].retained:
@@ -127,7 +128,7 @@ def make_departure(
             followers.append(Follower(run, i))
             cut_chunks.append(Chunk(source, first.start, last.stop))
     left, following = (*before.units, *units), _following(followers, cut_chunks)
-    return Departure(tuple(of_state), state, left, tuple(followers), following)
+    return Departure(tuple(leaving), block, left, tuple(followers), following)
 
 
 def _following(followers: Sequence[Follower], chunks: Sequence[Chunk]) -> Block:

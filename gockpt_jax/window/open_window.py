@@ -130,16 +130,16 @@ class OpenWindow:
         """Of each leaf of which some has left, its group."""
         return {j: self._units[u].group for departure in left for u, j in departure.leaves}
 
-    def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
-        num_bytes = block.state.staged_bytes
+    def _send(self, departure: Departure, old: Sequence[jax.Array]) -> None:
+        block, num_bytes = departure.block, departure.block.staged_bytes
         with self._device.lent(num_bytes) as give_back, self._device.heeded(num_bytes):
-            pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
-            land = functools.partial(self._early.land_block, block.leaves, block.state.chunks, pull)
+            pull = stage_and_pull(block, [old[j] for _, j in departure.leaves])
+            land = functools.partial(self._early.land_block, departure.leaves, block.chunks, pull)
             self._land(land, give_back, num_bytes)
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
-        self._room.take(self._retained_bytes + self._left[-1].cut.staged_bytes)
+        self._room.take(self._retained_bytes + self._left[-1].following.staged_bytes)
         self._beside_bytes = self._device.used_bytes - self._room.taken_bytes
 
     def had_no_room(self, error: BaseException) -> None:
@@ -162,17 +162,17 @@ class OpenWindow:
                 follows(0)
                 return
             with events.span(events.SPAN_PULL):
-                pull = left.cut.start_pull(staged)
+                pull = left.following.start_pull(staged)
             land = functools.partial(self._early.land_cut, left.followers, pull)
-            self._land(land, follows(left.cut.held_bytes), left.cut.held_bytes)
+            self._land(land, follows(left.following.held_bytes), left.following.held_bytes)
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.
         left = self._left[-1] = self._left[-1].followed_by(cut)
         # Given up or not: where values lie otherwise, it is a program of all processes.
-        self.others_wait = left.cut.is_moved
-        with self._device.heeded(left.cut.staged_bytes), events.span(events.SPAN_STAGE):
-            staged = left.cut.stage(left.arrays_of(cut))
+        self.others_wait = left.following.is_moved
+        with self._device.heeded(left.following.staged_bytes), events.span(events.SPAN_STAGE):
+            staged = left.following.stage(left.arrays_of(cut))
         self.others_wait = False
         return left, staged
 
@@ -282,7 +282,7 @@ class OpenWindow:
         lay = {
             j: chunk.source.sharding
             for left in self._left
-            for (_, j), chunk in zip(left.leaves, left.state.chunks, strict=True)
+            for (_, j), chunk in zip(left.leaves, left.block.chunks, strict=True)
         }
         followed = [
             j for j, g in self._groups_of(self._left).items()

@@ -94,12 +94,12 @@ def test_as_much_is_copied_as_the_plan_says(place, steps):
     planned = copied_bytes(size.units, blocks)
     until = list(itertools.accumulate(planned))  # what follows a block goes on to follow
     for departure, num_bytes in zip(departures[1:], until, strict=True):
-        padding = departure.cut.staged_bytes - num_bytes
-        assert 0 <= padding <= 64 * len(departure.cut.chunks) * (num_bytes > 0)
+        padding = departure.following.staged_bytes - num_bytes
+        assert 0 <= padding <= 64 * len(departure.following.chunks) * (num_bytes > 0)
     assert (sum(planned) > 0) == (steps == 3)  # a block and a half: the second group is cut
     assert sum(planned) < size.retained
     follows = [sum(size.units[u].retained_bytes for u in b) for b in blocks]
-    cuts = [d.cut for d in departures[1:]]
+    cuts = [d.following for d in departures[1:]]
     held = [c.held_bytes - c.staged_bytes + n for c, n in zip(cuts, until, strict=True)]
     assert held == list(itertools.accumulate(follows))
     assert sum(follows) == size.retained
@@ -118,8 +118,8 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == PLACES["sharded"])
         assert departure.followed_by(cut) is departure
-        pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
-        found = zip(departure.followers, departure.cut.chunks, pull.result(), strict=True)
+        pull = departure.following.start_pull(departure.following.stage(departure.arrays_of(cut)))
+        found = zip(departure.followers, departure.following.chunks, pull.result(), strict=True)
         for (_, i), chunk, shards in found:
             assert chunk.source.travels_by == PLACES["sharded"]
             for shard in shards:
@@ -142,9 +142,9 @@ def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
         cut = [jax.device_put(jnp.full(x.shape, 7, x.dtype), place) for x in program.cut.arrays]
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == state["n"].sharding)
-        assert {chunk.source.travels_by for chunk in departure.cut.chunks} == {place}
-        assert all(chunk.everywhere for chunk in departure.cut.chunks)  # all processes replay
-        pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
+        assert {chunk.source.travels_by for chunk in departure.following.chunks} == {place}
+        assert all(chunk.everywhere for chunk in departure.following.chunks)  # all processes replay
+        pull = departure.following.start_pull(departure.following.stage(departure.arrays_of(cut)))
         assert [[h.data.item() for h in found] for found in pull.result()] == [[7.0]]
 
 
@@ -196,7 +196,7 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     assert copied_bytes(size.units, (tuple(range(len(size.units))),)) == [size.retained]
     nothing = nothing_left(program.cut, leaves)
     departure = make_departure(program.cut, dict(enumerate(size.units)), leaves, nothing)
-    assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
+    assert departure.following.staged_bytes == departure.following.held_bytes == size.retained // 8
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -235,7 +235,7 @@ class Loop:
             refs = [weakref.ref(x) for x in cut]
             follow(window, state, cut)
             left = window._left[-1]
-            whole = {left.followers[n][1] for n in left.cut._whole}
+            whole = {left.followers[n][1] for n in left.following._whole}
             self.retained = [(x, i in whole) for i, x in enumerate(refs)]
 
         def stopping(early, *cut):
@@ -274,8 +274,8 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
             assert all(alive), "a value is referred to that nobody sends"
             dropped += sum(not stays for _, stays in loop.retained)
             left = loop.window._left
-            counted += left[-1].cut.held_bytes
-            blocks = sum(d.state.staged_bytes for d in left[2:])  # the first has landed
+            counted += left[-1].following.held_bytes
+            blocks = sum(d.block.staged_bytes for d in left[2:])  # the first has landed
             assert loop.session.resources.device.used_bytes == counted + blocks
             if armed < steps - 1:
                 loop.save()
@@ -509,7 +509,7 @@ def reports_of(directory, place, monkeypatch, **window):
 
     def follows(window, state, cut):
         really = sum(x.addressable_shards[0].data.nbytes for x in cut)
-        took.append((window._room.taken_bytes - window._left[-1].cut.staged_bytes, really))
+        took.append((window._room.taken_bytes - window._left[-1].following.staged_bytes, really))
         follow(window, state, cut)
 
     monkeypatch.setattr(OpenWindow, "follow", follows)
