@@ -103,13 +103,13 @@ class Kinds:
             program.has_served = True
             self._num_idle -= 1
 
-    def refused(self, why: str, *, last: bool, is_asked: bool) -> bool:
+    def refused(self, why: str, *, last: bool, in_window: bool) -> bool:
         """Told of a call that no program was made for; of one call more than once, if need be.
 
         Args:
           why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
-          is_asked: Whether a window was to be had: what runs armed without one may be odd.
+          in_window: Whether a window was to be had: what runs armed without one may be odd.
 
         Returns:
           Whether a program is to be traced for it.
@@ -118,11 +118,11 @@ class Kinds:
         call = self._calls - last
         # With "always" at once, so that few steps run by another executable than the others.
         at_once = self._at_once_left > 0
-        if call == self._refused_call or not (at_once or is_asked):
+        if call == self._refused_call or not (at_once or in_window):
             return False
         self._refused_call = call
-        self._lost += is_asked
-        self._in_a_row += is_asked
+        self._lost += in_window
+        self._in_a_row += in_window
         return at_once or not self._is_restless or self._in_a_row % _RETRY_EVERY == 0
 
     @property

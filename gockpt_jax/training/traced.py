@@ -198,10 +198,10 @@ class TracedStep(StandIn):
 
     def _was_refused(
         self, program: StepProgram, why: str, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        is_asked: bool,
+        in_window: bool,
     ) -> None:  # fmt: skip
         """Told of a program that refused a call."""
-        self.call_changed(why, is_asked=is_asked)
+        self.call_changed(why, in_window=in_window)
         if self.program is None and program.takes(args, kwargs):
             self._kinds.drop(program)  # the state was moved: it is traced anew
 
@@ -234,15 +234,15 @@ class TracedStep(StandIn):
             found = self.program.cut.explain()
         return "\n".join([found, *self._kinds.explain()])
 
-    def call_changed(self, why: str = "", *, last: bool = False, is_asked: bool = True) -> None:
+    def call_changed(self, why: str = "", *, last: bool = False, in_window: bool = True) -> None:
         """Told of a call that no program was made for: it is a new kind, unless too many were.
 
         Args:
           why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
-          is_asked: Whether a window was to be had.
+          in_window: Whether a window was to be had.
         """
-        if self._kinds.refused(why, last=last, is_asked=is_asked):
+        if self._kinds.refused(why, last=last, in_window=in_window):
             self.program = None
 
     def arm(self) -> None:

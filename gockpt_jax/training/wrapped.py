@@ -23,11 +23,17 @@ class ArmedCall:
 
     Attributes:
       program: Whose; another thread's call may give the step a new one meanwhile.
-      flat: The call's arguments, as `program.flat_call` makes them; `None`: they are not known yet.
+      flat: The call's arguments, as `program.flat_call` makes them; `None`: nobody has looked at
+        them, for no window is open, and all steps run armed.
     """
 
     program: StepProgram
     flat: list[Any] | None = None
+
+    @property
+    def in_window(self) -> bool:
+        """Whether a window waits for the cut."""
+        return self.flat is not None
 
 
 class StepObserver(Protocol):
@@ -77,11 +83,10 @@ class WrappedStep(TracedStep):
             traced = self._arm_at_once(args, kwargs)
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
-        is_asked = call is not None
         if call is None and always:
             call = self._armed_without_a_window()
         behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
-        armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
+        armed = None if call is None else self._run_armed(call, args, kwargs)
         try:
             if armed is not None:
                 result, traced = armed.result, None
@@ -93,10 +98,12 @@ class WrappedStep(TracedStep):
             self._has_failed(program)
             raise
         with behind:
-            if is_asked and armed is not None and call is not None:
+            if call is None or not call.in_window:
+                armed = None  # its cut is nobody's
+            elif armed is not None:
                 self._kinds.ran_armed(call.program)
             self._settle(result, traced)
-            self._observer.after_update(self, armed if is_asked else None)
+            self._observer.after_update(self, armed)
         return result
 
     def _armed_without_a_window(self) -> ArmedCall | None:
@@ -105,7 +112,7 @@ class WrappedStep(TracedStep):
         return None if program is None or not program.is_armed else ArmedCall(program)
 
     def _run_armed(
-        self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool
+        self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ArmedResult | None:
         """What the armed step returns; `None` if it refused the call, and nothing has run."""
         try:
@@ -114,17 +121,18 @@ class WrappedStep(TracedStep):
             given = jax.tree.leaves((args, kwargs))
             # If it has run, it has donated them: the user's own would only miss them.
             has_run = any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
-            if is_asked and not has_run and self._needs_more_room(error):
+            if call.in_window and not has_run and self._needs_more_room(error):
                 self._observer.no_room(error)
                 return None
             is_refusal = isinstance(error, TypeError | ValueError) and not has_run
-            if is_asked:
+            if call.in_window:
                 what = "the call changed:" if is_refusal else "the step raised"
                 self._observer.no_update(f"{what} {in_a_line(error)}")
             if isinstance(error, CannotArmError):
                 self._cannot_arm(call.program, error)
             elif is_refusal:
-                self._was_refused(call.program, in_a_line(error), args, kwargs, is_asked=is_asked)
+                why, in_window = in_a_line(error), call.in_window
+                self._was_refused(call.program, why, args, kwargs, in_window=in_window)
             else:
                 raise
             return None

@@ -31,9 +31,9 @@ class Program:
         return not self.is_known
 
 
-def refused(kinds, *, last=False, why="", is_asked=True):
+def refused(kinds, *, last=False, why="", in_window=True):
     kinds.called()
-    return kinds.refused(why, last=last, is_asked=is_asked)
+    return kinds.refused(why, last=last, in_window=in_window)
 
 
 def traced(kinds, length=0):
@@ -46,7 +46,7 @@ def traced(kinds, length=0):
 def test_the_first_refused_call_of_a_window_is_one_program_more():
     kinds = Kinds(always=False)
     traced(kinds)
-    assert not any(refused(kinds, is_asked=False) for _ in range(5))
+    assert not any(refused(kinds, in_window=False) for _ in range(5))
     assert refused(kinds)
 
 
@@ -64,9 +64,9 @@ def test_a_step_is_not_given_up_as_long_as_it_has_a_program_that_has_served():
 def test_a_call_counts_once_however_often_it_is_told_of():
     kinds = Kinds(always=False)
     assert refused(kinds)
-    assert not kinds.refused("", last=False, is_asked=True)
+    assert not kinds.refused("", last=False, in_window=True)
     assert not refused(kinds, last=True)  # of the one that was told of before
-    assert kinds.refused("", last=False, is_asked=True)
+    assert kinds.refused("", last=False, in_window=True)
     (told,) = kinds.explain()
     assert told.startswith("2 windows were lost")
 
@@ -103,10 +103,10 @@ def test_where_all_steps_run_armed_the_first_refused_calls_are_programs_at_once(
     kinds = Kinds(always=True)
     traced(kinds)
     for _ in range(AT_ONCE - 1):
-        assert refused(kinds, is_asked=False)
-        assert refused(kinds, is_asked=False)  # the call before failed as it ran
+        assert refused(kinds, in_window=False)
+        assert refused(kinds, in_window=False)  # the call before failed as it ran
         traced(kinds)
-    assert not any(refused(kinds, is_asked=False) for _ in range(9))
+    assert not any(refused(kinds, in_window=False) for _ in range(9))
     assert refused(kinds)
 
 
