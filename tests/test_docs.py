@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,31 @@ def test_the_reasons_that_are_explained_are_those_of_reports():
     files = sorted(path for room in rooms for path in room.glob("*.py"))
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
     assert [part for part in told if part not in re.sub(r'"\n\s+f?"', "", sources)] == []
+
+
+def names_in(module: ast.Module) -> Iterator[str]:
+    """Of functions and classes, and of methods as `Class.method`."""
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield f"{node.name}.{inner.name}"
+
+
+def test_the_calls_of_a_save_are_those_of_the_design():
+    page = (README.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    section = page.partition("## One save, call by call")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
+    told = re.findall(r"`([A-Z_a-z.]+)`", " ".join(cell for row in rows for cell in row))
+    files = Path(gockpt_jax.__file__).parent.rglob("*.py")
+    known = {
+        name for file in files for name in names_in(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    of_orbax = {"save", "finalize", "restore"}
+    assert len(told) > 40
+    assert set(told) - known - of_orbax - {"jax.jit"} == set()
 
 
 def readme_blocks() -> list[tuple[int, str]]:
