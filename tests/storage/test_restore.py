@@ -33,7 +33,7 @@ from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
 from gockpt_jax.storage.restoring import stock as stocks
-from gockpt_jax.storage.restoring import whole
+from gockpt_jax.storage.restoring import together
 from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
 
@@ -862,8 +862,8 @@ def test_what_one_process_finds_all_processes_raise(root, monkeypatch, what, sta
             return "process 0: it is damaged" if states[0] == "damaged" else mine
 
     if what == "item":
-        monkeypatch.setattr(whole, "verify_item", found)
-        check = functools.partial(whole.require_whole, root / "3", Others())
+        monkeypatch.setattr(together, "verify_item", found)
+        check = functools.partial(together.require_whole, root / "3", Others())
     else:
         monkeypatch.setattr(resuming, "verify_step", lambda step: found(step.path))
         monkeypatch.setattr(resuming, "require_whole", lambda item, processes: None)

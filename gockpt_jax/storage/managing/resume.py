@@ -13,7 +13,7 @@ from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into
 from gockpt_jax.storage.inspecting.verify_step import verify_step
 from gockpt_jax.storage.managing.naming import METRICS
-from gockpt_jax.storage.restoring.whole import raised_by_all, require_whole
+from gockpt_jax.storage.restoring.together import raised_by_all, require_whole
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")

@@ -10,6 +10,5 @@ In the order of their imports:
     target        whether checkpoint and target fit together
     stock         stock's handlers, asked for what is stored
     restore       the restore itself
-    whole         verified first, by all processes
-    together      the end of it, on several processes
+    together      on several processes: verified by all before it, and its end
 """

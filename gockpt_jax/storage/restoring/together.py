@@ -1,12 +1,15 @@
 """A restore on several processes: of one step, and over when all have read, or one has failed.
 
 Orbax waits for them too, but only for some minutes, where it is told which processes take part.
+What is verified before, each reads its share of, and all raise together.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gockpt_jax.errors import ProcessError, VerifyError
+from gockpt_jax.storage.inspecting.verify import verify_item
 from gockpt_jax.window.processes import (
     MEETING_SECS,
     READING_SECS,
@@ -41,6 +44,40 @@ def one_step(find: Callable[[], Found], processes: Processes) -> Found:
             "Restore the same label on all, such as one that the first tells the others."
         )
     return found
+
+
+def require_whole(item: Any, processes: Processes) -> None:
+    """Verifies an item before it is restored; each of the processes reads its share.
+
+    Raises:
+      VerifyError: It is damaged, or has no checksums. All processes raise.
+    """
+    raised_by_all(item, functools.partial(require_whole_share, item, processes), processes)
+
+
+def require_whole_share(item: Any, processes: Processes) -> None:
+    """Verifies this process's share of an item.
+
+    Raises:
+      VerifyError: It is damaged, or has no checksums.
+    """
+    verify_item(item, share=processes.share).require_whole()
+
+
+def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) -> None:
+    """Runs a check; where it raises on one process all do: they would wait for that one in vain.
+
+    Args:
+      path: What is checked.
+      check: Raises if something is wrong with it.
+      processes: Those that restore together.
+    """
+    _, wrong = attempted(check)
+    elsewhere = processes.objection("verified", in_short(wrong), READING_SECS)
+    if wrong is not None:
+        raise wrong
+    if elsewhere is not None:
+        raise VerifyError(f"{path} is not whole, as one process has found. {elsewhere}")
 
 
 class Together:

@@ -21,8 +21,7 @@ from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.placed import metadata_of
 from gockpt_jax.storage.restoring.restore import is_sent, restore
-from gockpt_jax.storage.restoring.together import Together
-from gockpt_jax.storage.restoring.whole import require_whole, require_whole_share
+from gockpt_jax.storage.restoring.together import Together, require_whole, require_whole_share
 from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.begun_item import BegunItem
 from gockpt_jax.storage.saving.commit import CommitVotes
