@@ -90,7 +90,7 @@ class TracedStep(StandIn):
             traced = self._trace(args, kwargs) if is_first else None
             if isinstance(traced, StepProgram):
                 self._kinds.traced()
-                self._take(traced)
+                self._adopt(traced)
             self.turn_to(args, kwargs)
             self._arm()
         return traced if isinstance(traced, Untraced) else None
@@ -153,7 +153,7 @@ class TracedStep(StandIn):
             _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
         return program
 
-    def _settle(self, result: Any, traced: StepProgram | Untraced | None) -> None:
+    def _has_returned(self, result: Any, traced: StepProgram | Untraced | None) -> None:
         """Takes what a call has returned, and its program, if it was traced for it."""
         unsettled = None
         if isinstance(traced, Untraced):  # a step that fails, too, says nothing of its arguments
@@ -162,12 +162,12 @@ class TracedStep(StandIn):
             self._kinds.traced()
             if self._always or self.last.lies_like(result, traced.returned):
                 traced.returns_at(jax.tree.leaves(result))  # as it ran, so the armed one is to
-                self._take(traced)
+                self._adopt(traced)
             else:
                 unsettled = traced  # the next call's arguments will lie elsewhere
         self._keep(result, unsettled)
 
-    def _take(self, program: StepProgram) -> None:
+    def _adopt(self, program: StepProgram) -> None:
         self._kinds.add(program)
         self.program = self._found = program
 
@@ -186,7 +186,7 @@ class TracedStep(StandIn):
     def _has_failed(self, program: StepProgram | None) -> None:
         """Told of a call that raised, with the program before it."""
         if program is not None and self.program is None and self.why_not is None:
-            self._take(program)  # dropped for this call, which says nothing of others
+            self._adopt(program)  # dropped for this call, which says nothing of others
 
     def _cannot_arm(self, program: StepProgram, error: CannotArmError) -> None:
         """Told of a program that cannot run armed; others of the step may."""
@@ -284,7 +284,7 @@ class TracedStep(StandIn):
             with self.giving_up_on_errors():
                 rounded = program.rounded()
                 if is_worth_it(rounded):
-                    self._take(rounded)
+                    self._adopt(rounded)
 
     # How it is given up.
 

@@ -102,7 +102,7 @@ class WrappedStep(TracedStep):
                 armed = None  # its cut is nobody's
             elif armed is not None:
                 self._kinds.ran_armed(call.program)
-            self._settle(result, traced)
+            self._has_returned(result, traced)
             self._observer.after_update(self, armed)
         return result
 

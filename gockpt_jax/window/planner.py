@@ -102,10 +102,10 @@ class Planner:
         if prepared is None:
             self._known.has_program(step, program, leaves)
             self._plan(program, leaves)
-        self._settle(step, program, leaves)
+        self._accept(step, program, leaves)
         return True
 
-    def _settle(self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
+    def _accept(self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
         """Accepts a plan, or one that allows for rounding, and makes it ready."""
         planned = self._prepared[program].planned
         finds_no_room = planned.plan.steps == 1 and not self._fits_as_one_copy(planned.size)
@@ -185,7 +185,7 @@ class Planner:
         prepared.cut_shardings = cut_shardings
         again = self._plan(program, leaves, foreseen.facts)
         _log.info("what a step retains lies otherwise than foreseen: %s", again.plan.reason)
-        self._settle(step, program, leaves)
+        self._accept(step, program, leaves)
         return True
 
     def was_refused(self, program: StepProgram) -> None:
@@ -215,7 +215,7 @@ class Planner:
             return False
         level = logging.WARNING if again.plan.reason == _NONE_OURS else logging.INFO
         _log.log(level, "the plan was made anew: K=%d (%s)", again.plan.steps, again.plan.reason)
-        self._settle(step, program, leaves)
+        self._accept(step, program, leaves)
         return True
 
     def has_saved(self, step: TracedStep) -> None:

@@ -677,14 +677,14 @@ def test_with_always_two_threads_arm_a_program_once(monkeypatch):
 def test_with_always_a_signal_handler_may_step_while_a_program_is_armed(monkeypatch):
     """It runs on the thread that it interrupts, which holds the lock for that."""
     step, states = wrap(jax.jit(update), arm="always"), []
-    take = step._take
+    take = step._adopt
 
     def interrupted(program):
-        monkeypatch.setattr(step, "_take", take)
+        monkeypatch.setattr(step, "_adopt", take)
         states.append(run(step, fresh(), 2))
         take(program)
 
-    monkeypatch.setattr(step, "_take", interrupted)
+    monkeypatch.setattr(step, "_adopt", interrupted)
     # A daemon: if it fails here, it waits for ever.
     thread = threading.Thread(target=lambda: states.append(run(step, fresh(), 4)), daemon=True)
     thread.start()
