@@ -50,15 +50,9 @@ class Kinds:
             self._put_first(found)
         return found
 
-    @property
-    def are_any(self) -> bool:
-        """Whether there is a program."""
-        return bool(self._programs)
-
-    @property
-    def are_several(self) -> bool:
-        """Whether calls have to be told apart."""
-        return len(self._programs) > 1
+    def __len__(self) -> int:
+        """How many programs there are: of several, calls have to be told apart."""
+        return len(self._programs)
 
     def add(self, program: StepProgram) -> None:
         """Takes a program in, in the place of one that was made for such calls, if there is."""

@@ -143,7 +143,7 @@ class TracedStep(StandIn):
                 self.program = self._found  # of other calls: this one is an evaluation
             return None
         except Exception as error:
-            if not self._kinds.are_any:
+            if not self._kinds:
                 raise
             _log.info("a kind of call of %s has no windows: %s", self.__name__, in_a_line(error))
             self._kinds.traced()
@@ -209,7 +209,7 @@ class TracedStep(StandIn):
 
     def turn_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the program of such calls as this one, if the step has several."""
-        if self.program is not None and not self._kinds.are_several:
+        if self.program is not None and len(self._kinds) < 2:
             return
         if (found := self._kinds.of(args, kwargs)) is not None:  # else the last one refuses it
             self.program = self._found = found

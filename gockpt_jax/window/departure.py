@@ -70,11 +70,6 @@ class Departure:
         ]
         return dataclasses.replace(self, following=_following(self.followers, chunks))
 
-    def compile_ahead(self) -> None:
-        """Has its programs compiled, on a thread of their own."""
-        self.block.compile_ahead()
-        self.following.compile_ahead()
-
 
 def nothing_left(cut: StepCut, leaves: Sequence[jax.Array]) -> Departure:
     """The departure before the first, which captured scalars follow already.

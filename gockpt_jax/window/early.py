@@ -54,15 +54,12 @@ class _LandedCut:
             run, i = follower.units, follower.value
             if follower.is_scalar:
                 scalars[i] = chunks[0].data.reshape(())
-            for u in run:
-                values[u, i] = [_rows(c.data, units[run[0]], units[u]) for c in chunks]
+            for u in run:  # the chunk begins with the rows of the first
+                first, unit = units[run[0]], units[u]
+                rows = slice(unit.start - first.start, unit.stop - first.start)
+                values[u, i] = [c.data[rows] for c in chunks]
         arrays = [*(x for rows in values.values() for x in rows), *scalars.values()]
         return cls(values, scalars, sum(x.nbytes for x in arrays))
-
-
-def _rows(data: np.ndarray, first: GroupUnit, unit: GroupUnit) -> np.ndarray:
-    """Of flat rows that begin with those of one unit, those of another."""
-    return data[unit.start - first.start : unit.stop - first.start]
 
 
 class EarlyChunks:

@@ -141,7 +141,8 @@ class Planned:
                 units = {u: self.size.units[u] for u in block}
                 made.append(make_departure(self.cut, units, leaves, made[-1]))
             for departure in made:
-                departure.compile_ahead()
+                departure.block.compile_ahead()
+                departure.following.compile_ahead()
             self._departures[blocks] = made
         return self._departures[blocks]
 

@@ -149,15 +149,13 @@ class Planner:
             plan = plan_window(size, self._options, budget_bytes, facts)
         planned = Planned(program.cut, plan, size, num_devices, facts, budget_bytes)
         prepared = prepared or _Prepared(planned)
-        prepared.rests_on_time |= self._rests_on_time(size)
+        # Where there is a choice, of K, or between a window and none, by a time that is not said.
+        is_choice = bool(size.units) and not self._fits_as_one_copy(size)
+        is_said = self._options.steps is not None or self._options.step_secs is not None
+        prepared.rests_on_time |= is_choice and not is_said
         prepared.planned = planned
         self._prepared[program] = prepared
         return planned
-
-    def _rests_on_time(self, size: StateBytes) -> bool:
-        """Whether there is a choice, of K, or between a window and none, by a time not said."""
-        said = self._options.steps is not None or self._options.step_secs is not None
-        return not said and bool(size.units) and not self._fits_as_one_copy(size)
 
     def heed_placement(
         self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]

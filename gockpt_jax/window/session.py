@@ -12,8 +12,7 @@ Each `stage` copies a block on the device and starts its pull before the next st
 the pull of a step's cut is started right behind the step. The worker lands them in that order and
 gives device memory back; it waits for the replayer only where the host has no room.
 
-How a window ends is said in `current.py`. Beside other processes it is open everywhere or nowhere,
-for all run the same executables (`processes.py`).
+Beside other processes a window is open everywhere or nowhere: all run the same executables.
 
 Other threads may ask and wait as the trainer's does, and a signal handler may interrupt any line of
 it. A step that was interrupted is the end of its window: nobody can tell whether the loop goes on

@@ -75,9 +75,9 @@ def test_each_kind_of_call_has_its_program():
     kinds = Kinds(always=False)
     assert kinds.of((1,), {}) is None
     one = traced(kinds, 1)
-    assert not kinds.are_several
+    assert len(kinds) == 1
     two = traced(kinds, 2)
-    assert kinds.are_several
+    assert len(kinds) == 2
     assert [kinds.of((n,), {}) for n in (1, 2, 3)] == [one, two, None]
     anew = traced(kinds, 1)
     assert kinds.of((1,), {}) is anew
@@ -85,7 +85,7 @@ def test_each_kind_of_call_has_its_program():
     assert kinds.of((1,), {}) is None
     two.is_known = False
     kinds.forget()
-    assert not kinds.are_several
+    assert len(kinds) == 0
     assert kinds.of((2,), {}) is None
 
 
