@@ -20,7 +20,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, is_key_type
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
-from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align
+from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, reshard
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies", compile_packing)
@@ -114,7 +114,7 @@ class Block:
         return _Packing(arguments, made_from)
 
     @functools.cached_property
-    def is_moved(self) -> bool:
+    def is_resharded(self) -> bool:
         """Whether its chunks lie otherwise than their arrays: staging them may be a collective."""
         return not all(_lies_in_place(chunk.source) for chunk in self.chunks)
 
@@ -158,14 +158,14 @@ class Block:
         staged: list[jax.Array] = []
         for packing, program in zip(self._packings, self.programs(), strict=True):
             arguments = [
-                arrays[n] if place is None else align(arrays[n], place)
+                arrays[n] if place is None else reshard(arrays[n], place)
                 for n, place in packing.arguments
             ]
             staged += _copied(packing, program, arguments)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source
-            staged.append(array if _lies_in_place(source) else align(array, source.travels_by))
+            staged.append(array if _lies_in_place(source) else reshard(array, source.travels_by))
         if self._donatable:
             taken = set(map(id, arrays))
             assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"

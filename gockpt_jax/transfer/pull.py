@@ -74,7 +74,7 @@ ChunkPull = Pull[list[list[HostChunk]]]
 """Of chunks: for each, its flat elements in each shard that this process owns."""
 
 
-def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+def reshard(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """Gives a retained value the devices of the leaf that it replays, outside the step."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array

@@ -170,7 +170,7 @@ class OpenWindow:
         # The compiler may have put them elsewhere than the leaves.
         left = self._left[-1] = self._left[-1].followed_by(cut)
         # Given up or not: where values lie otherwise, it is a program of all processes.
-        self.others_wait = left.following.is_moved
+        self.others_wait = left.following.is_resharded
         with self._device.heeded(left.following.staged_bytes), events.span(events.SPAN_STAGE):
             staged = left.following.stage(left.arrays_of(cut))
         self.others_wait = False

@@ -115,7 +115,7 @@ class Opener:
             step.call_changed(last=True)
             return _CHANGED
         why_not = self._agreement.why_not_ready(program, target)
-        if why_not is None and self._planner.heed_placement(step, program, leaves):
+        if why_not is None and self._planner.heed_cut_shardings(step, program, leaves):
             return self._found(step, args, kwargs, version)
         self._tried_for = target
         return why_not or self._opened(program, planned, target, leaves)

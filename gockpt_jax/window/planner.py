@@ -157,7 +157,7 @@ class Planner:
         self._prepared[program] = prepared
         return planned
 
-    def heed_placement(
+    def heed_cut_shardings(
         self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]
     ) -> bool:
         """Makes the plan anew if the compiler has put the cut where it takes more of a device.

@@ -64,8 +64,8 @@ def units_of(
 ) -> tuple[GroupUnit, ...]:
     """What may leave early, in the cut's order: groups, and rows of large ones.
 
-    A retained value is counted with the placement of the leaf that it replays. A group that is in
-    the host's memory does not leave early: it has no way to go, and a gradient would.
+    A retained value is counted as if it lay like the leaf that it replays. A group that is in the
+    host's memory does not leave early: it has no way to go, and a gradient would.
 
     Args:
       cut: The step's.
@@ -74,17 +74,17 @@ def units_of(
       cut_shardings: As the armed step has them.
     """
     movable = [
-        (g, place, [Source.of(leaves[j], place) for j in group.leaves])
+        (g, travels_by, [Source.of(leaves[j], travels_by) for j in group.leaves])
         for g, group in enumerate(cut.groups)
         if not all(in_host_memory(leaves[j].sharding) for j in group.leaves)
-        and (place := placement(leaves, group.leaves, replicas)) is not None
+        and (travels_by := common_sharding(leaves, group.leaves, replicas)) is not None
     ]
     total = sum(source.shard_bytes for _, _, sources in movable for source in sources)
     unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
     return tuple(
         unit
-        for g, place, sources in movable
-        for unit in _units_of_group(cut, g, place, sources, unit_bytes, cut_shardings)
+        for g, travels_by, sources in movable
+        for unit in _units_of_group(cut, g, travels_by, sources, unit_bytes, cut_shardings)
     )
 
 
@@ -118,7 +118,7 @@ def sharers(source: Source) -> int:
     return place_of(source.travels_by).replicas if can_be_cut(source) else 1
 
 
-def placement(
+def common_sharding(
     leaves: Sequence[jax.Array], group: Sequence[int], replicas: Replicas
 ) -> jax.sharding.Sharding | None:
     """By whose shards a group travels: those of its most sharded leaf.
@@ -128,7 +128,7 @@ def placement(
     replicated, each replica takes the slice that it writes.
 
     Returns:
-      The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
+      The sharding; `None` if the group cannot leave early: its leaves lie on different devices, or
       differently on devices of several processes, where each writes what it has.
     """
     shardings = [replicas.source(leaves[j]).travels_by for j in group]
@@ -165,13 +165,13 @@ def retained_bytes(
     """
     total = 0
     for group in cut.groups:
-        place = placement(leaves, group.leaves, replicas)
-        places = [leaves[j].sharding for j in group.leaves]
-        if place is not None:
-            places = [_foreseen_sharding(places, place, leaves[group.leaves[0]].ndim)]
+        travels_by = common_sharding(leaves, group.leaves, replicas)
+        shardings = [leaves[j].sharding for j in group.leaves]
+        if travels_by is not None:
+            shardings = [_foreseen_sharding(shardings, travels_by, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
-            spec, lies = cut.arrays[i], [cut_shardings[i]] if cut_shardings else places
-            total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in lies)
+            spec, lie = cut.arrays[i], [cut_shardings[i]] if cut_shardings else shardings
+            total += max(Source(spec.shape, spec.dtype, s, s).shard_bytes for s in lie)
     return total
 
 

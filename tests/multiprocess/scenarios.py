@@ -408,7 +408,7 @@ def unstaged(directory: Path) -> None:
         with replaced(owner, name, failing(RuntimeError("injected"))):
             loop.update()
         window = loop.session._current.window
-        assert window._left[-1].following.is_moved
+        assert window._left[-1].following.is_resharded
         assert (window.given_up is not None) == (jax.process_index() == FAULTY)
         loop.run(number * INTERVAL)
         loop.manager.wait_until_finished()
@@ -463,7 +463,7 @@ def taken_away(directory: Path) -> None:
         with replaced(*places) if places else contextlib.nullcontext():
             loop.run(last - 1)
         window = loop.session._current.window
-        assert window._left[-1].following.is_moved
+        assert window._left[-1].following.is_resharded
         loop.state = loop.state | {"opt": jax.tree.map(np.asarray, loop.state["opt"])}
         if places is None and jax.process_index() == FAULTY:  # it is given up by a call in vain
             with pytest.raises(TypeError):

@@ -446,9 +446,9 @@ def test_a_block_of_which_one_chunk_lies_otherwise_is_moved():
     array = put(np.ones((16, 8), np.float32), P())
     there = Chunk.whole(Source.of(array, on(MESH, P(None, None))))
     moved = Chunk.whole(Source.of(array, on(MESH, P("a"))))
-    assert not block_of([there, there], donatable=False).is_moved
-    assert block_of([there, moved], donatable=False).is_moved
-    assert block_of([moved, moved], donatable=False).is_moved
+    assert not block_of([there, there], donatable=False).is_resharded
+    assert block_of([there, moved], donatable=False).is_resharded
+    assert block_of([moved, moved], donatable=False).is_resharded
 
 
 def test_captured_scalars_are_taken_by_every_process():

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from gockpt_jax.transfer import pull as pulls
 from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.meter import LinkMeter
-from gockpt_jax.transfer.pull import HostChunk, Pull, align
+from gockpt_jax.transfer.pull import HostChunk, Pull, reshard
 from gockpt_jax.transfer.staging import stage
 
 P = PartitionSpec
@@ -85,7 +85,7 @@ def test_empty_arrays():
 @every_layout
 def test_align_gives_the_leafs_placement(spec, parts, replicas):
     leaf = put(VALUES, spec)
-    aligned = align(put(VALUES, P(None, "tensor")), leaf.sharding)
+    aligned = reshard(put(VALUES, P(None, "tensor")), leaf.sharding)
     assert [s.index for s in owned_shards(aligned)] == [s.index for s in owned_shards(leaf)]
     np.testing.assert_array_equal(aligned, VALUES)
 
@@ -93,7 +93,7 @@ def test_align_gives_the_leafs_placement(spec, parts, replicas):
 def test_align_moves_nothing_that_is_in_place():
     """Equivalent is enough: specifications are spelt in many ways."""
     array = put(VALUES, P("fsdp"))
-    assert align(array, NamedSharding(MESH, P("fsdp", None))) is array
+    assert reshard(array, NamedSharding(MESH, P("fsdp", None))) is array
 
 
 @pytest.mark.skipif(
@@ -309,7 +309,7 @@ def test_no_transfer_is_guarded(spec, guard):
     with jax.transfer_guard(guard):
         (copied,) = stage([array])
         chunks = start_pull(copied).result()
-        align(other, array.sharding)
+        reshard(other, array.sharding)
     np.testing.assert_array_equal(assemble(array, chunks), VALUES)
 
 

@@ -34,7 +34,7 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
-from gockpt_jax.window.units import placement, sharers, units_behind
+from gockpt_jax.window.units import common_sharding, sharers, units_behind
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
@@ -453,7 +453,7 @@ ALONE = [jax.sharding.SingleDeviceSharding(device) for device in jax.devices()[:
 def test_a_group_travels_as_its_most_sharded_leaf(places, like):
     """Unless its leaves lie on different devices, or one of them on the host."""
     leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in places]
-    assert placement(leaves, range(len(leaves)), FIRST_ALONE) == like
+    assert common_sharding(leaves, range(len(leaves)), FIRST_ALONE) == like
 
 
 @pytest.mark.parametrize(("dtype", "senders"), [(jnp.int8, 8), (jnp.int4, 1)])
@@ -476,8 +476,8 @@ def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch
     size = measure_bytes(program.cut, leaves, FIRST_ALONE)
     assert ([unit.state_bytes for unit in size.units], size.retained) == ([3 * 64], 64)
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
-    assert placement(leaves, (0, 1), FIRST_ALONE) is None
-    assert placement(leaves, (0, 2), FIRST_ALONE) == ROWS
+    assert common_sharding(leaves, (0, 1), FIRST_ALONE) is None
+    assert common_sharding(leaves, (0, 2), FIRST_ALONE) == ROWS
     size = measure_bytes(program.cut, leaves, FIRST_ALONE)
     assert (size.units, size.retained) == ((), 512)
 
