@@ -34,8 +34,8 @@ from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
 from gockpt_jax.storage.restoring import stock as stocks
 from gockpt_jax.storage.restoring import together
-from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
+from gockpt_jax.storage.restoring.stored import Stored, known_arrays
 
 P = PartitionSpec
 

@@ -14,10 +14,10 @@ from gockpt_jax.storage.files import item_files
 from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify_files import check_files
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
-from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import is_asked_for
 from gockpt_jax.storage.restoring.placed import stand_in_sharding
 from gockpt_jax.storage.restoring.stock import restore_by, restore_tree, with_ours
+from gockpt_jax.storage.restoring.stored import Stored, known_arrays
 from gockpt_jax.storage.restoring.target import check_target, explained, refuse_to_narrow
 
 

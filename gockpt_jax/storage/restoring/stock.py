@@ -15,7 +15,6 @@ from etils import epath
 from gockpt_jax.storage.inspecting.stored_item import StoredItem
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
-from gockpt_jax.storage.restoring.known import Stored
 from gockpt_jax.storage.restoring.one_replica import (
     is_asked_for,
     one_replica_reads,
@@ -23,6 +22,7 @@ from gockpt_jax.storage.restoring.one_replica import (
     without_others,
 )
 from gockpt_jax.storage.restoring.placed import metadata_of, shardings_of
+from gockpt_jax.storage.restoring.stored import Stored
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.

@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import TargetError
 from gockpt_jax.storage.inspecting.stored_item import StoredItem
-from gockpt_jax.storage.restoring.known import Stored, all_arrays
 from gockpt_jax.storage.restoring.placed import lies_nowhere
+from gockpt_jax.storage.restoring.stored import Stored, all_arrays
 from gockpt_jax.transfer.chunks import is_key_type
 
 _NARROWER = {
