@@ -163,22 +163,22 @@ class SavesInTurn:
         self, step: int, arguments: Mapping[str, Any], busy: str, started_at: float
     ) -> bool:
         """Has a save wait for its turn, if it may; leaves it out if not, and says so."""
-        session, waits = self._session, False
+        session = self._session
         if self._on_busy == "newest":
-            why_not: str | None = ""
+            is_settled, why_not = False, None
             with self.last.attempt(step):
-                why_not = self._room.take(step, arguments)
-                waits = why_not is None
-            if why_not == "":  # the attempt has failed, which is reported, and warned of
+                why_not, is_settled = self._room.take(step, arguments), True
+            if not is_settled:  # the attempt has failed, which is reported, and warned of
                 session.predictor.observe(session.version, step, accepted=False)
                 session.surface_failure()
                 return False
+            if why_not is None:
+                session.predictor.observe(session.version, step, accepted=True)
+                assert self.waiting is not None, "it has just been taken"
+                self.waiting.pending.add_stall(started_at)
+                return True
             busy = f"{busy}, and {why_not}"
         session.predictor.observe(session.version, step, accepted=True)
-        if waits:
-            assert self.waiting is not None, "it has just been taken"
-            self.waiting.pending.add_stall(started_at)
-            return True
         session.abandon(f"its save was skipped: {busy}")
         secs = time.perf_counter() - started_at
         self._log.add(
