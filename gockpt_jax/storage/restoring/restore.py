@@ -16,7 +16,7 @@ from gockpt_jax.storage.inspecting.verify_files import check_files
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.one_replica import is_asked_for
 from gockpt_jax.storage.restoring.placed import stand_in_sharding
-from gockpt_jax.storage.restoring.stock import restore_by, restore_tree, with_ours
+from gockpt_jax.storage.restoring.stock import restore_tree, restore_unchecked, with_ours
 from gockpt_jax.storage.restoring.stored import Stored, known_arrays
 from gockpt_jax.storage.restoring.target import check_target, explained, refuse_to_narrow
 
@@ -89,7 +89,7 @@ def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
             return restore_tree(directory, args, options)
     with explained(directory, args.item, known, cast=True, strict=args.strict):
         asked = GoCkptRestore(args.item, args.strict, args.support_layout, args.fallback_sharding)
-        return restore_by(directory, asked, options)
+        return restore_unchecked(directory, asked, options)
 
 
 def _restore_checked(
@@ -113,7 +113,7 @@ def _restore_checked(
         refuse_to_narrow(directory, known)
     fallback = args.fallback_sharding or stand_in_sharding()
     args = dataclasses.replace(args, item=target, fallback_sharding=fallback)
-    return restore_by(directory, args, options)
+    return restore_unchecked(directory, args, options)
 
 
 def _as_saved(leaf: Any) -> Any:

@@ -72,7 +72,7 @@ def restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         return handler.restore(epath.Path(directory), args=args)
 
 
-def restore_by(directory: Any, args: GoCkptRestore, options: Mapping[str, Any]) -> Any:
+def restore_unchecked(directory: Any, args: GoCkptRestore, options: Mapping[str, Any]) -> Any:
     """Restores with stock's tree handler what its standard one would, and parts, and texts.
 
     Args:
