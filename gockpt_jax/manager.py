@@ -107,7 +107,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         )
         names = naming.Naming(handler, handler_registry, item_names, item_handlers)
         self._gockpt_handler, self._gockpt_naming = handler, names
-        self._gockpt_share_windows(handler)
+        self._gockpt_share_session(handler)
         self._gockpt_session.host.directory = str(root)
         self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
         self._gockpt_restores = Restores(self, self._gockpt_options, handler, names, saves)

@@ -26,7 +26,7 @@ class WindowFace:
     _gockpt_session: Session
     _gockpt_log: ReportLog
 
-    def _gockpt_open_windows(
+    def _gockpt_start_session(
         self, options: WindowOptions | None, processes: Processes, replicas: Replicas
     ) -> None:
         """Starts a session of processes that save together.
@@ -40,7 +40,7 @@ class WindowFace:
         self._gockpt_log = ReportLog()
         self._gockpt_session = Session(options, processes, replicas)
 
-    def _gockpt_share_windows(self, other: "WindowFace") -> None:
+    def _gockpt_share_session(self, other: "WindowFace") -> None:
         """Takes part in another's session."""
         self._gockpt_log = other._gockpt_log
         self._gockpt_session = other._gockpt_session

@@ -61,7 +61,7 @@ class GoCkptCheckpointable(WindowFace):
         self._handler = _SavesMayOverlap(
             window=window, save_decision_policy=save_decision_policy, **options
         )
-        self._gockpt_share_windows(self._handler)
+        self._gockpt_share_session(self._handler)
         self.item: Any = None
 
     def __call__(self, item: Any) -> "GoCkptCheckpointable":

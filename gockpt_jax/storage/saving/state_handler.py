@@ -86,7 +86,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         # What a process takes is what Orbax has it write.
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         processes = processes or Processes(together.active_processes)
-        self._gockpt_open_windows(window, processes, replicas)
+        self._gockpt_start_session(window, processes, replicas)
         session = self._gockpt_session
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
