@@ -80,7 +80,7 @@ class Ahead:
         If it is a shorter one than was made ready, the trainer waits for what is staged first, and
         for nothing else.
         """
-        was_ready = planned.is_ready
+        was_ready = planned.has_departures
         found = planned.departures(leaves)
         if not was_ready:
             self._compile_rest(planned, leaves)

@@ -150,7 +150,7 @@ class Known:
             beside = before.beside.beyond(SavedBytes.of(leaves, self._replicas))
             self._saves[program] = Saves(beside=beside)
 
-    def is_rounded(self, program: StepProgram, rounded: StepProgram) -> None:
+    def was_rounded(self, program: StepProgram, rounded: StepProgram) -> None:
         """Told of a program with another cut of the same step: what is known of one is of both."""
         self._saves[rounded] = self.saves(program)
 

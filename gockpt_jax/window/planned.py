@@ -100,8 +100,8 @@ class Planned:
         was_refused = facts.was_refused and self.plan.steps > 1
         return was_refused and now is not None and now < size.on_host(self._following_bytes)
 
-    def as_ready_as(self, other: "Planned") -> "Planned":
-        """With the departures of a plan that is the same, if they are of the same units."""
+    def with_departures_of(self, other: "Planned") -> "Planned":
+        """The same with those of a plan that is the same, if they are of the same units."""
         if self.size.units != other.size.units:
             return self
         return dataclasses.replace(self, _departures=other._departures)
@@ -122,7 +122,7 @@ class Planned:
         return [(j, unit.chunk_of(leaves[j])) for j, units in behind.items() for unit in units]
 
     @property
-    def is_ready(self) -> bool:
+    def has_departures(self) -> bool:
         """Whether `departures` has been asked for."""
         return self.plan.blocks in self._departures
 

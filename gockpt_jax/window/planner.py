@@ -113,7 +113,7 @@ class Planner:
             exact = program
 
             def is_worth_it(rounded: StepProgram) -> bool:
-                self._known.is_rounded(exact, rounded)
+                self._known.was_rounded(exact, rounded)
                 return self._plan(rounded, leaves).plan.steps > 1
 
             step.accept_rounding(is_worth_it)
@@ -209,7 +209,7 @@ class Planner:
         again = self._plan(program, leaves, facts)
         needs = planned.plan.blocks, planned.facts.unsaved, planned.budget_bytes
         if needs == (again.plan.blocks, facts.unsaved, again.budget_bytes):
-            prepared.planned = again.as_ready_as(planned)
+            prepared.planned = again.with_departures_of(planned)
             return False
         level = logging.WARNING if again.plan.reason == _NONE_OURS else logging.INFO
         _log.log(level, "the plan was made anew: K=%d (%s)", again.plan.steps, again.plan.reason)
@@ -220,7 +220,7 @@ class Planner:
         """Told of each save, after `Known`: its items are sampled each by itself."""
         program = step.program
         planned = self.planned(program)
-        if program is None or planned is None or not planned.is_ready:
+        if program is None or planned is None or not planned.has_departures:
             return
         if (leaves := program.state_in(step.last)) is not None:
             with step.giving_up_on_errors():

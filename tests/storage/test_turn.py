@@ -138,7 +138,7 @@ def test_whatever_else_begins_a_save_makes_the_turn_void():
     for ended in [trainer.end_save() for trainer in trainers]:
         ended.result(WAIT_SECS)
     for trainer in trainers:
-        trainer.turn.begin()
+        trainer.turn.saving_here()
         trainer.barrier(key=KEY, timeout_ms=1000)
         assert not any(trainer.call() for _ in range(3 * MARGIN_CALLS))
 

@@ -210,8 +210,8 @@ def test_departures_are_those_of_a_plan_before_where_they_are_of_the_same_units(
         for found in (units, units, units[::-1])
     )
     before._departures[plan.blocks] = []
-    assert again.as_ready_as(before).is_ready
-    assert not others.as_ready_as(before).is_ready
+    assert again.with_departures_of(before).has_departures
+    assert not others.with_departures_of(before).has_departures
 
 
 def test_the_host_needs_what_follows_that_which_leaves():

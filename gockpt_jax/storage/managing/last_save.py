@@ -118,7 +118,7 @@ class LastSave:
             begun.expect(step)
             begun.left.wait(step)
             self.deleter.make_way(step)
-            self._turn.begin()
+            self._turn.saving_here()
             commit = self._commit()
             was_listed = step in Stock.all_steps(self._manager)
             try:

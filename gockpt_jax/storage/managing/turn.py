@@ -96,7 +96,7 @@ class Turn:
             return False
         return self._calls >= ended.turn.result()
 
-    def begin(self) -> None:
+    def saving_here(self) -> None:
         """This thread goes to begin a save."""
         self._saving_on = threading.current_thread()
 
