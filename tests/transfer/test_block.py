@@ -441,7 +441,7 @@ def test_values_are_on_a_programs_devices_in_their_order(lies, is_there):
     assert packing.on_its_devices(Source.of(given, alone)) == (lies == alone)
 
 
-def test_a_block_of_which_one_chunk_lies_otherwise_is_moved():
+def test_a_block_of_which_one_chunk_lies_otherwise_is_resharded():
     """Staging it may be a collective, for which other processes wait."""
     array = put(np.ones((16, 8), np.float32), P())
     there = Chunk.whole(Source.of(array, on(MESH, P(None, None))))
