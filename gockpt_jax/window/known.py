@@ -43,6 +43,10 @@ class Saves:
         """Positions of the leaves that neither of the last two took."""
         return frozenset.intersection(*[x for x, _ in self.last] or [frozenset()])
 
+    def took_none_of(self, num_leaves: int) -> bool:
+        """Whether two have come, and neither took any of the leaves: both were of copies."""
+        return len(self.last) == self.last.maxlen and len(self.unsaved) == num_leaves
+
 
 class Known:
     """The same on all processes whenever they ask each other; in between each learns for itself.
@@ -83,23 +87,26 @@ class Known:
         """
         said, seen, saves = self._options, measured_facts(self.clock), self.saves(program)
         host = self._host.room_bytes(leaf_bytes * num_devices)
+        unsaved = saves.unsaved
+        if said.steps is not None and not saves.took_none_of(len(program.cut.paths)):
+            unsaved = frozenset()  # a fixed K is a window of all that it may be one of
         mine = [
             said.step_secs or seen.step_secs,
             said.link_bytes_per_sec or seen.link_bytes_per_sec,
             # A process may have no device with a part of the state.
             None if host is None or not num_devices else host // num_devices,
-            sorted(saves.unsaved) if said.steps is None else [],
+            sorted(unsaved),
             saves.were_refused,
             saves.beside._replace(owned=0),  # that is not told
         ]
         saves.were_refused = False
         answers = self._processes.gather("facts", json.dumps(mine)).values()
-        secs, rates, room, unsaved, refused, beside = zip(*map(json.loads, answers), strict=True)
+        secs, rates, room, left_out, refused, beside = zip(*map(json.loads, answers), strict=True)
         return Facts(
             step_secs=_least(secs),
             link_bytes_per_sec=_least(rates),
             host_budget_bytes=_least(room),
-            unsaved=frozenset.intersection(*map(frozenset, unsaved)),
+            unsaved=frozenset.intersection(*map(frozenset, left_out)),
             was_refused=any(refused),
             beside=functools.reduce(SavedBytes.or_more, (SavedBytes(*x) for x in beside)),
         )

@@ -22,6 +22,7 @@ from gockpt_jax.window.units import Shardings
 
 _log = logging.getLogger("gockpt_jax")
 
+_TOLD_BY = " (`explain()` tells of each)"
 _NONE_SAVED = "no leaf that the last saves took may leave early"
 _NONE_OURS = (
     "the last saves took no array that the wrapped step before them had returned: copies are "
@@ -198,10 +199,14 @@ class Planner:
         """Makes the plan anew if what it was made for has moved: the armed step stays."""
         prepared.review = self._reviews
         planned = prepared.planned
-        if self._options.steps is not None or not program.cut.groups:
+        if not program.cut.groups:
             return False
         facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
-        if not planned.is_outdated_by(facts, self._device.limit_bytes):
+        if self._options.steps is not None:  # all that ends windows of a fixed K
+            is_outdated = facts.unsaved != planned.facts.unsaved
+        else:
+            is_outdated = planned.is_outdated_by(facts, self._device.limit_bytes)
+        if not is_outdated:
             return False
         leaves = program.state_in(step.last)
         if leaves is None:  # another program's, as above: after the next save
@@ -252,10 +257,11 @@ class Planner:
             return step.explain()
         plan = planned.plan
         kind = "snapshots" if plan.steps == 1 else f"windows of {plan.steps} steps"
-        return f"foreseen saves are {kind}: {plan.reason}\n{step.explain()}"
+        reason = plan.reason.replace(_TOLD_BY, "")  # what follows is that
+        return f"foreseen saves are {kind}: {reason}\n{step.explain()}"
 
 
 def _why_all_late(cut: StepCut, size: StateBytes) -> str:
     largest = max(cut.late, key=lambda j: size.leaves[j])
     path, why = cut.paths[largest], cut.late[largest]
-    return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"
+    return f"no leaf may leave early{_TOLD_BY}: {path}: {why}"

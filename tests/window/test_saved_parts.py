@@ -292,6 +292,28 @@ def test_a_fixed_k_is_a_window_whatever_is_saved(tmp_path, monkeypatch):
     assert [(r.kind, r.window_steps) for r in reports[1:]] == [("window", 3)] * 3
 
 
+@pytest.mark.parametrize("copies", [to_host, other_arrays])
+def test_nor_does_a_window_of_a_fixed_k_open_for_copies(tmp_path, monkeypatch, caplog, copies):
+    """Two of them have to come, for K is fixed; and it opens again behind what is none."""
+    parts = [copies] * 4 + [whole] * 2
+    reports, armed, explained = run(tmp_path, parts, monkeypatch, steps=3)
+    assert [r.kind for r in reports] == ["snapshot"] * 5 + ["window"]
+    assert not {*range(9, 17)} & {*armed}, "nothing would be taken from a window"
+    assert {7, 8, 19, 20} <= {*armed}
+    assert "nothing given to `save` had left early" in reports[2].reason
+    assert NONE_OURS in reports[3].reason
+    assert explained.startswith("foreseen saves are windows of 3 steps")
+    ours = [r for r in caplog.records if r.name == "gockpt_jax" and r.levelno == logging.WARNING]
+    assert [NONE_OURS in record.message for record in ours] == [True]
+
+
+def test_one_save_of_copies_ends_no_windows_of_a_fixed_k(tmp_path, monkeypatch):
+    parts = [whole, to_host, whole, to_host, whole]
+    reports, armed, _ = run(tmp_path, parts, monkeypatch, steps=3)
+    assert [r.kind for r in reports] == ["snapshot", "snapshot", "window", "snapshot", "window"]
+    assert {3, 7, 11, 15} <= {*armed}
+
+
 def test_what_fails_one_item_of_a_window_is_what_fails_the_others(tmp_path, monkeypatch):
     """They are made of the same chunks, and of an update that may have come too late, or never."""
     told, fail, failing = [], open_window.fail, []

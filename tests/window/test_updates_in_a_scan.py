@@ -71,3 +71,6 @@ def test_calls_are_the_unit(tmp_path, step, averages, steps):
         else:
             assert "no leaf may leave early" in manager.last_report.reason
             assert "its new value comes out of a loop (`scan`)" in manager.last_report.reason
+            explained = manager._gockpt_session.explain()
+            assert explained.startswith("foreseen saves are snapshots: no leaf may leave early: ")
+            assert "explain()" not in explained, "what it would tell follows"
