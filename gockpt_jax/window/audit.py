@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gockpt_jax.checks import counted
 from gockpt_jax.errors import AuditError
 from gockpt_jax.options import Audit
 from gockpt_jax.replay.ulps import UNEQUAL, Difference, difference, scale_of
@@ -69,7 +70,8 @@ class Auditor:
         self._options = options
         self._resources = resources
         self._rotas: dict[Any, _Rota] = {}  # by what is saved together; that of the last save last
-        self._demoted: dict[str, str] = {}  # reasons, by path; the replayer writes
+        # By path, the save whose audit has failed; the replayer writes.
+        self._demoted: dict[str, SaveRecord] = {}
 
     @property
     def has_demoted(self) -> bool:
@@ -78,7 +80,12 @@ class Auditor:
 
     def demoted(self, paths: Sequence[str]) -> str | None:
         """Why leaves that are updated together are late from now on; `None` if they are not."""
-        return next((self._demoted[p] for p in paths if p in self._demoted), None)
+        path = next((p for p in paths if p in self._demoted), None)
+        if path is None:
+            return None
+        step = self._demoted[path].step  # now: the replayer may be before its save has returned
+        which = "an earlier save" if step < 0 else f"the save of step {step}"
+        return f"{path}: late since the audit of {which} failed"
 
     def sample(
         self, leaves: Mapping[str, jax.Array], record: SaveRecord, *, is_exact: bool = True
@@ -100,7 +107,7 @@ class Auditor:
         if options is None or not sampled:
             return None
         demotes = options.on_failure == "demote" or not is_exact
-        demote = self._demote if demotes else None
+        demote = functools.partial(self._demote, record) if demotes else None
         pending = PendingAudit(options, demote, self._resources.host, record)
         pairs = self._next_boxes(sampled, options.fraction)
         try:
@@ -147,11 +154,11 @@ class Auditor:
                 return
             sent += len(batch)
 
-    def _demote(self, path: str) -> bool:
-        """Makes a leaf late from now on; False if it must not be."""
+    def _demote(self, record: SaveRecord, path: str) -> bool:
+        """Makes a leaf late from now on, for that save's audit; False if it must not be."""
         # The others would have to know: every process stages the same blocks.
         if jax.process_count() == 1:
-            self._demoted[path] = f"{path}: late since the audit of an earlier save failed"
+            self._demoted[path] = record
         return path in self._demoted
 
 
@@ -228,7 +235,8 @@ class PendingAudit:
         is_near = relative <= self._options.max_relative_error or _is_flushed(figures, found, true)
         if found.max_ulps <= self._options.max_ulps or (is_rounding and is_near):
             return figures, None
-        ulps = "unlike values" if found.max_ulps == UNEQUAL else f"{found.max_ulps} ULPs"
+        is_number = found.max_ulps != UNEQUAL
+        ulps = counted(found.max_ulps, "ULP") if is_number else "unlike values"
         return figures, (
             f"`{box.path}`, chunk {box.number} of {box.grid.count} in the shard at {_text(chunk)}: "
             f"{found.elements} of {true.size} elements differ, by up to {ulps} "
@@ -241,7 +249,7 @@ class PendingAudit:
         others = ""
         if len(failures) > 1:
             named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
-            others = f" (and {len(failures) - 1} more chunks, of {named})"
+            others = f" (and {counted(len(failures) - 1, 'more chunk')}, of {named})"
         follows = 'Pass `on_failure="demote"` to have such leaves leave late.'
         if self._demote is not None:
             follows = "Programs of several processes do not demote: the next window tries again."

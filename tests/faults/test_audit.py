@@ -16,6 +16,7 @@ from bits import differing
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.open_window import OpenWindow
 
@@ -174,7 +175,7 @@ def assert_demoted_run(
     assert 0 < report.early_bytes < before.early_bytes
     assert 0 < report.gradient_bytes < before.gradient_bytes  # it has not left for nothing
     assert report.late_leaves
-    assert all("audit of an earlier save failed" in why for why in report.late_leaves)
+    assert all("late since the audit of the save of step 8" in why for why in report.late_leaves)
 
 
 def test_demotion_reaches_the_window_that_is_open(
@@ -187,7 +188,7 @@ def test_demotion_reaches_the_window_that_is_open(
         (*_, group) = trainer.step.program.cut.groups
         path = trainer.step.program.positions.paths[group.leaves[0]]
         trainer.update()
-        assert auditor._demote(path)
+        assert auditor._demote(SaveRecord(kind="window", reason="a test", step=4), path)
         trainer.save()
         trainer.assert_intact()
         assert path in trainer.report(8).late_leaves[0]
@@ -200,12 +201,12 @@ def test_when_all_is_demoted_saves_are_snapshots(tmp_path: Path) -> None:
         trainer.run_undisturbed(4)
         auditor = trainer.manager._gockpt_session._opener._auditor
         for path in trainer.step.program.positions.paths:
-            auditor._demote(path)
+            auditor._demote(SaveRecord(kind="window", reason="a test"), path)
         trainer.run(8)
         trainer.assert_intact()
         report = trainer.report(8)
         assert (report.kind, report.audit) == ("snapshot", None)
-        assert "audit of an earlier save failed" in report.reason
+        assert "audit of an earlier save failed" in report.reason, "of what has no label"
 
 
 def test_several_processes_do_not_demote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_several_processes_do_not_demote(tmp_path: Path, monkeypatch: pytest.Mon
             patch.setattr("gockpt_jax.window.audit.jax.process_count", lambda: 2)
             trainer.settle()
             auditor: Auditor = trainer.manager._gockpt_session._opener._auditor
-            assert not auditor._demote("a leaf")
+            assert not auditor._demote(SaveRecord(kind="window", reason="a test"), "a leaf")
         assert auditor.demoted(["a leaf"]) is None
 
 

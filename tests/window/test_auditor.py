@@ -211,10 +211,17 @@ def test_error_names_the_worst_and_counts_the_others(worker):
     text = str(raised.value)
     assert "`leaf 5`, chunk 0 of 1 in the shard at [0:256]: 1 of 256 elements differ" in text
     assert "by up to 1000 ULPs" in text
-    assert "1 more chunk" in text
+    assert "1 more chunk," in text
     assert "leaf 3" in text
     assert "`max_ulps=4` and `max_relative_error=0` are the bounds" in text
     assert isinstance(raised.value, RuntimeError)
+
+
+def test_one_is_no_plural(worker):
+    _, pending, _ = audit_of(worker)
+    worker.wait_until_idle()
+    with pytest.raises(AuditError, match=r"by up to 1 ULP \("):
+        pending.check(off_by(1))
 
 
 def test_relative_error_is_of_the_leafs_scale(worker):
@@ -369,7 +376,7 @@ def test_a_group_is_late_whichever_of_its_leaves_was_demoted(worker):
     late = LateGroups(cut, auditor)
     late.heed_demotions()
     assert late.reasons == ()
-    assert auditor._demote("b")
+    assert auditor._demote(SaveRecord(kind="window", reason="a test"), "b")
     late.heed_demotions()
     state = [object() for _ in range(4)]
     late.look_for_replaced({1: 0, 2: 1, 3: 2}, [*state[:1], object(), object(), state[3]], state)
