@@ -146,6 +146,17 @@ def test_inspect_of_nothing(tmp_path):
         assert "found a file" in result.output
 
 
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["diff", "."]], ids=str)
+def test_an_empty_path_is_not_the_working_directory(tmp_path, monkeypatch, words):
+    """It is a variable of the shell's that nobody has set."""
+    saved(tmp_path / "here", state())
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(*words, ".").exit_code == 0
+    result = run(*words, "")
+    assert result.exit_code == 2
+    assert "expected the path of a directory of checkpoints, got an empty one" in result.output
+
+
 def test_inspect_shows_the_steps_where_the_newest_cannot_be_read(tmp_path):
     with GoCkptManager(tmp_path) as manager:
         for step in (6, 7):
@@ -393,7 +404,7 @@ def test_of_what_is_damaged_the_leaf_is_told(tmp_path):
             assert "x98" * 3 not in result.output
 
 
-@pytest.mark.parametrize("words", [["verify"], ["inspect", "--json"]], ids=str)
+@pytest.mark.parametrize("words", [["verify"], ["inspect", "--json"], ["--help"]], ids=str)
 def test_what_cannot_be_printed_is_no_damage(base, words, tmp_path):
     """1 would say that the checkpoint is damaged."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -401,7 +412,7 @@ def test_what_cannot_be_printed_is_no_damage(base, words, tmp_path):
     def ended(out):
         with (tmp_path / "err").open("w+") as err:
             process = nursery.start(
-                "gockpt_jax", *words, str(base),
+                "gockpt_jax", *words, *([] if "--help" in words else [str(base)]),
                 env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path, stdout=out, stderr=err,
             )  # fmt: skip
             return process.wait(300), (tmp_path / "err").read_text()
@@ -412,7 +423,7 @@ def test_what_cannot_be_printed_is_no_damage(base, words, tmp_path):
         assert ended(gone) == (141, "")
         status, told = ended(full)
     assert status == 2
-    assert told.startswith("Error: what was found cannot be printed: [Errno 28]")
+    assert told.startswith("Error: what was asked for cannot be printed: [Errno 28]")
 
 
 def test_of_many_strangers_a_few_are_named(tmp_path):

@@ -116,8 +116,12 @@ class _Bench:
             )
         self.is_tiny = quick and bool(options.size)
         self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
-        secs = options.minutes * 60 if options.minutes else float("inf")
-        self.until = time.perf_counter() + secs
+        minutes = float("inf") if options.minutes is None else options.minutes
+        if not minutes > 0:
+            raise OptionError(
+                f"--minutes takes a number above 0, got {minutes:g}; without it there is no limit."
+            )
+        self.until = time.perf_counter() + minutes * 60
         self.record = TrainRecord("train", details={"failures": {}, "phases": []})
 
     def run(self) -> Record:

@@ -1,7 +1,9 @@
 """What the commands share: where they print their tables, options, and their error."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import click
@@ -25,16 +27,27 @@ _EXIT_BROKEN_PIPE = 128 + 13  # as of a process that SIGPIPE has ended
 class Commands(click.Group):
     """A group whose exit codes mean the same where what is printed cannot be written."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Reads the options; the help, and the version, are printed meanwhile."""
+        with _telling_of_the_output():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; the errors of its reads are its own."""
-        try:
+        with _telling_of_the_output():
             return super().invoke(ctx)
-        except BrokenPipeError:  # `| head`
-            _print_no_more()
-            ctx.exit(_EXIT_BROKEN_PIPE)
-        except OSError as error:
-            _print_no_more()
-            raise UnreadableError(f"what was found cannot be printed: {error}") from error
+
+
+@contextlib.contextmanager
+def _telling_of_the_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:  # `| head`
+        _print_no_more()
+        raise click.exceptions.Exit(_EXIT_BROKEN_PIPE) from error
+    except OSError as error:
+        _print_no_more()
+        raise UnreadableError(f"what was asked for cannot be printed: {error}") from error
 
 
 def _print_no_more() -> None:
@@ -83,7 +96,7 @@ def tree_at(path: str, item: str | None = None) -> str:
     if item is not None and found.kind != "item":
         wanted, expected = {k: v for k, v in trees.items() if k == item}, f"the tree `{item}`"
     if len(wanted) != 1:
-        held = ", ".join(f"`{name}`" for name in trees) or f"none, but {found.describe()}"
+        held = ", ".join(f"`{name}`" for name in trees) or found.describe()
         if found.kind == "root" and found.steps and not trees:
             held = f"none in the newest checkpoint, `{found.steps[-1].path.name}`"
         raise ValueError(f"{path}: expected {expected}, found {held}. Give the path of one.")

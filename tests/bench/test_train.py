@@ -373,6 +373,13 @@ def test_a_mode_that_there_is_not_is_refused_before_anything_is_measured():
         train._Bench(True, chosen("--modes", "ideal,gockpt_4"))
 
 
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_no_minutes_are_no_absence_of_a_limit(minutes):
+    with pytest.raises(OptionError, match=f"--minutes takes a number above 0, got {minutes};"):
+        train._Bench(True, chosen(f"--minutes={minutes}"))
+    assert train._Bench(True, chosen()).until == float("inf")
+
+
 @pytest.mark.parametrize(
     "words",
     [(), ("--modes", "gockpt,orbax_async"), ("--modes", "gockpt", "--intervals", "10,20")],

@@ -298,7 +298,7 @@ def test_goodput_is_youngs():
         (["--checkpoint", "nowhere", "--step", 1, "--budget", 1], "there is no such directory"),
         (
             ["--checkpoint", ".", "--step", 1, "--budget", 1],
-            "expected one tree, found none, but nothing",
+            "expected one tree, found nothing. Give the path of one.",
         ),
         (["--params", "8B", "--optimizer", "adam"], "'adam' is not one of"),
     ],

@@ -5,6 +5,7 @@ Only looks; needs no options of the manager that wrote it.
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,6 +82,10 @@ def look_into(path: Any) -> Directory:
       FileNotFoundError: There is no such directory.
       NotADirectoryError: It is a file.
     """
+    if not os.fspath(path):  # a variable of the shell's that is not set: `.` is not meant
+        raise FileNotFoundError(
+            "expected the path of a directory of checkpoints, got an empty one."
+        )
     bucket.prepare(path)
     path = epath.Path(path)
     if not path.is_dir():
