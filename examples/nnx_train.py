@@ -3,12 +3,14 @@
     python examples/nnx_train.py --steps 60 --dir runs/nnx
 
 Checkpoints leave the device during the few steps before each save. What differs from a loop around
-`orbax.checkpoint.CheckpointManager` is marked (1) and (2). A run that goes on reads its checkpoint
-with stock Orbax, to show that nothing else is needed. Needs Flax 0.12 or newer.
+`orbax.checkpoint.CheckpointManager` is marked (1) and (2). SIGTERM saves, and ends the run.
+One that goes on reads its checkpoint with stock Orbax, to show that nothing else is needed. Needs
+Flax 0.12 or newer.
 """
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from lm import data
 from lm.arguments import at_least
+from lm.preemption import EXIT_STOPPED, Preemption
 
 import gockpt_jax as gockpt
 
@@ -134,8 +137,15 @@ def make_manager(args: argparse.Namespace, directory: Path) -> gockpt.GoCkptMana
     )
 
 
-def train(args: argparse.Namespace, corpus: np.ndarray) -> None:
-    """Go from wherever the directory stands to the last step."""
+def train(args: argparse.Namespace, corpus: np.ndarray) -> bool:
+    """Go from wherever the directory stands to the last step, or until SIGTERM.
+
+    Returns:
+      Whether the last step was made.
+
+    """
+    preemption = Preemption()
+    step = args.steps - 1  # of a directory that is there already
     directory = args.dir.resolve() / "checkpoints"
     model, optimizer = build(args)
     start = resume(directory, (model, optimizer))
@@ -146,18 +156,28 @@ def train(args: argparse.Namespace, corpus: np.ndarray) -> None:
                 corpus, seed=args.seed, step=step, size=args.batch_size, length=args.length
             )
             loss = step_fn(model, optimizer, jnp.asarray(excerpts, jnp.int32))
-            last = step == args.steps - 1
+            is_stopped = preemption.is_asked  # looked at once: it may change below
+            last = is_stopped or step == args.steps - 1
             state = nnx.state((model, optimizer))
             manager.save(step, args=ocp.args.StandardSave(state), force=last)
             if step % 10 == 0 or last:
                 print(f"step {step:4d}  loss {loss:.4f}", flush=True)
+            if is_stopped:
+                break
     for report in manager.reports:
         early = report.early_bytes / max(report.state_bytes, 1)
         print(
             f"checkpoint {report.step}: {report.kind}, K={report.window_steps}, {early:.0%} early"
         )
+    return step == args.steps - 1
+
+
+def main() -> None:
+    """Run the command line."""
+    if not train(parse_arguments(), data.load_corpus()):
+        print("stopped by SIGTERM, and saved; start it again to go on", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    train(arguments, data.load_corpus())
+    main()

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import hurry
@@ -24,13 +26,31 @@ SAVES = re.compile(r"^checkpoint (\d+): (\w+), K=(\d)", re.MULTILINE)
 LOSSES = re.compile(r"^step.*$", re.MULTILINE)
 
 
-def train(directory: Path) -> str:
+STOPPED_AT_7 = f"""
+import signal, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import nnx_train
+batch = nnx_train.data.batch
+def stop_at_7(*args, step, **more):
+    if step == 7:
+        signal.raise_signal(signal.SIGTERM)
+    return batch(*args, step=step, **more)
+nnx_train.data.batch = stop_at_7
+nnx_train.main()
+"""
+
+
+def run(directory: Path, program: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
     # The runs of a test compile the same programs: once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
-    result = nursery.run(
-        str(EXAMPLE), *FLAGS, f"--dir={directory}",
+    return nursery.run(
+        str(program), *FLAGS, f"--dir={directory}",
         env=os.environ | ENVIRONMENT | compiled, cwd=directory.parent, limit_secs=500,
     )  # fmt: skip
+
+
+def train(directory: Path) -> str:
+    result = run(directory)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -65,3 +85,17 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_end(tmp_path):
     assert expected.keys() == got.keys()
     assert {path for path in expected if expected[path].tobytes() != got[path].tobytes()} == set()
     assert any("dropout" in path for path in got)
+    assert_stops_and_goes_on(tmp_path / "stopped", LOSSES.findall(told))
+
+
+def assert_stops_and_goes_on(directory: Path, losses: list[str]) -> None:
+    """By SIGTERM, where no save was due."""
+    program = directory.parent / "stopped_at_7.py"
+    program.write_text(STOPPED_AT_7)
+    ended = run(directory, program)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "stopped by SIGTERM, and saved" in ended.stderr
+    assert re.search(r"^checkpoint 7: ", ended.stdout, re.MULTILINE)
+    told = train(directory)
+    assert "resumed from checkpoint 7" in told
+    assert LOSSES.findall(told) == [line for line in losses if int(line.split()[1]) > 7]
