@@ -155,9 +155,21 @@ def test_nor_does_a_step_for_which_a_device_has_no_room(tmp_path, monkeypatch):
         loop.train(0)
         held = Held(monkeypatch, Replayer, "apply")
         loop.run_a_window()
-        loop.session.no_room(MemoryError("injected"))
-        assert loop.session.resources.device.used_bytes == 0
-        held.let_go()
+        worker, is_awaited, landed = loop.session.resources.worker, threading.Event(), []
+        worker.submit(lambda: landed.append(is_awaited.wait(PATIENCE_SECS)))
+        wait = worker.wait_until_idle
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    worker, "wait_until_idle", lambda **how: (is_awaited.set(), wait(**how))
+                )
+                patch.setattr(worker._behind, "wait_until_idle", lambda: pytest.fail("of replay"))
+                loop.session.no_room(MemoryError("injected"))
+            assert landed == [True]
+            assert loop.session.resources.device.used_bytes == 0
+        finally:  # the end of the manager waits for both
+            is_awaited.set()
+            held.let_go()
         loop.assert_saved(4)
 
 
