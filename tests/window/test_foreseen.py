@@ -321,6 +321,17 @@ def test_where_a_policy_by_time_ends_its_window(session, until):
     assert session.predictor.is_started == (until is not None)
 
 
+def test_a_policy_by_time_that_starts_no_window_any_more_leaves_the_next_to_the_period():
+    session = session_at(10)
+    policy = StartsWindow(Due(), session)
+    assert not policy.should_save(None, (), context=None)
+    assert session.predictor.is_started
+    session.predictor.saved_at = session.version = 13
+    session.predictor.updates_between_calls = None
+    assert policy.should_save(None, (), context=None)
+    assert not session.predictor.is_started
+
+
 # Loops that ask first, and call `save` where the answer is yes.
 
 

@@ -345,13 +345,21 @@ def test_an_older_label_does_not_take_the_place_of_a_newer_one(start, monkeypatc
     loop.assert_saved(0, 4, 8)
 
 
-@pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "delete"])
+@pytest.mark.parametrize(
+    "how", ["wait_until_finished", "close", "an exception", "restore", "delete"]
+)
 def test_whoever_waits_waits_for_it_too(start, how):
     loop = start(4)
     loop.train(8)
+
+    def leave_by_an_exception() -> None:
+        with pytest.raises(LookupError), loop.manager:
+            raise LookupError("the loop failed")
+
     calls = {
         "wait_until_finished": loop.manager.wait_until_finished,
         "close": loop.manager.close,
+        "an exception": leave_by_an_exception,
         "restore": lambda: assert_same(loop.manager.restore(None), loop.given[8]),
         "delete": lambda: loop.manager.delete(8),
     }
@@ -725,6 +733,8 @@ def test_one_that_waits_is_the_newest_where_orbax_has_none(start, monkeypatch):
     with pytest.raises(RuntimeError, match="injected"):
         loop.update()
     assert look(loop.manager) == (8, [8], True)
+    refused = loop.manager._gockpt_saves._is_refused
+    assert [refused(label) for label in (7, 8, 9)] == [True, True, False]
     del loop.given[0], loop.given[4]
     loop.assert_saved(8)
 
@@ -782,6 +792,29 @@ def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
         loop.update()
     loop.manager.close()
     assert on_disk(loop) == [0, 8]
+
+
+@pytest.mark.parametrize("held", [(4,), ()], ids=["busy", "idle"])
+def test_a_window_that_had_failed_is_told_of_beside_its_save(start, monkeypatch, held):
+    """By this call, for no other may come; a warning is enough for either."""
+    loop = start(*held, window={"on_save_error": "warn"})
+    loop.train(7)
+    if not held:
+        loop.manager.wait_until_finished()
+    monkeypatch.setattr(EarlyChunks, "take_in", _fail)  # of what follows its last step
+    loop.update()
+    loop.settle()
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+    monkeypatch.setattr(seal, "take_now", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.warns(gockpt.SaveFailedWarning) as told:
+        assert not loop.manager.save(8, args=GoCkptSave(loop.state))
+    words = [str(warning.message) for warning in told]
+    assert [("no room" in text, "injected" in text) for text in words] == [
+        (True, False),
+        (False, True),
+    ]
+    loop.finish()
+    assert on_disk(loop) == [0, 4]
 
 
 def test_one_that_cannot_be_taken_is_told_of_once(start, monkeypatch):

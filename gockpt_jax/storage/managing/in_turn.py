@@ -113,10 +113,9 @@ class SavesInTurn:
 
     def _is_refused(self, label: int) -> bool:
         """Whether stock refuses a label without asking the policy: it is behind a newer save."""
-        newest = self.last.newest
-        if (waiting := self.waiting) is not None:
-            newest = max(waiting.step, newest or 0)
-        return newest is not None and label <= newest
+        waiting = self.waiting
+        accepted = (self.last.newest, None if waiting is None else waiting.step)
+        return any(newest is not None and label <= newest for newest in accepted)
 
     def _agree_with_others(self, step: int) -> None:
         """Of several processes, one may ask alone whether a label would be saved.
