@@ -46,6 +46,8 @@ def with_leaf(value: Any) -> dict[str, Any]:
 EIGHTHS = jax.sharding.NamedSharding(
     jax.sharding.Mesh(np.array(jax.devices()), "x"), jax.sharding.PartitionSpec("x")
 )
+NOWHERE = jax.sharding.NamedSharding(EIGHTHS.mesh.abstract_mesh, jax.sharding.PartitionSpec())
+NO_DEVICES = "on an `AbstractMesh`, as `jax.eval_shape` has it: name devices, by a `Mesh` of them"
 KIND = (
     "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\n"
     "Build the target from the model and optimizer that were saved."
@@ -99,6 +101,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             ocp.PLACEHOLDER, restore_args=ocp.RestoreArgs(), partial_restore=True
         )},
         gockpt.TargetError, LEFT_OUT.format("all of it"),
+    ),
+    "a mesh without devices": (
+        with_leaf(jax.ShapeDtypeStruct((4,), "f4", sharding=NOWHERE)), gockpt.TargetError,
+        f"1 leaf that cannot lie as the target says:\n  w: float32[4]: {NO_DEVICES}",
+    ),
+    "a mesh without devices, for stock's arguments": (
+        {"args": ocp.args.StandardRestore(
+            {**TARGET, "w": jax.ShapeDtypeStruct((4,), "f4", sharding=NOWHERE)}
+        )},
+        gockpt.TargetError, f"  w: float32[4]: {NO_DEVICES}",
     ),
     "a sharding that does not divide": (
         with_leaf(jax.ShapeDtypeStruct((4,), "f4", sharding=EIGHTHS)), gockpt.TargetError,

@@ -21,6 +21,7 @@ _NARROWER = {
 """What JAX makes of what it is given, unless `jax_enable_x64` is on; without a word."""
 _IS_OFF = "`jax_enable_x64` is off"
 _OF_ANOTHER_DTYPE = "of another dtype"
+_NO_DEVICES = "on an `AbstractMesh`, as `jax.eval_shape` has it: name devices, by a `Mesh` of them"
 
 
 def check_target(
@@ -145,11 +146,13 @@ def _key_dtype(impl: str) -> str:
 
 
 def _misplaced(wanted: Mapping[str, Any]) -> list[str]:
-    """The leaves that their shardings do not divide; JAX would not say which."""
+    """The leaves that their shardings do not divide, or put on no devices; JAX names none."""
     wrong = []
     for name, leaf in sorted(wanted.items()):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
+        if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+            wrong.append(f"{name}: {_told(leaf)}: {_NO_DEVICES}")
+        elif isinstance(sharding, jax.sharding.Sharding):
             try:
                 sharding.shard_shape(tuple(leaf.shape))
             except ValueError as error:
