@@ -339,4 +339,6 @@ def _finish_saves(manager: "weakref.ref[GoCkptManager]") -> None:
         try:
             alive.wait_until_finished()
         except Exception:
-            _log.exception("the last save failed")
+            _log.exception(
+                "the last save in %s failed; earlier checkpoints are intact", alive.directory
+            )

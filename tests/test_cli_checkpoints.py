@@ -129,11 +129,13 @@ def test_inspect_of_what_is_damaged(tmp_path):
 def test_inspect_of_nothing(tmp_path):
     assert run("inspect", tmp_path / "absent").exit_code == 2
     assert "there is no such directory" in run("inspect", tmp_path / "absent").output
+    assert "Shells expand `~`" in run("inspect", "~/absent").output
     (tmp_path / "notes.txt").touch()
     (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
     result = run("inspect", tmp_path)
     assert result.exit_code == 2
     assert "holds no checkpoint: found saves that never ended: `7.orbax-ch" in result.output
+    assert "Give the directory of a manager, of a step, or of an item." in result.output
     result = run("inspect", tmp_path, "--json")
     assert (result.exit_code, json.loads(result.stdout)["others"]) == (2, ["notes.txt"])
     for command in (

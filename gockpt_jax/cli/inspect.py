@@ -12,7 +12,13 @@ from rich.table import Table
 from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import UnreadableError, make_console, why_unreadable
 from gockpt_jax.storage.inspecting.describe import describe_item
-from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into, some_of
+from gockpt_jax.storage.inspecting.directory import (
+    Directory,
+    Step,
+    look_into,
+    no_checkpoint,
+    some_of,
+)
 
 
 @click.command()
@@ -37,7 +43,7 @@ def inspect(path: str, as_json: bool) -> None:
         for item in items:
             _print_item(console, item)
     if not found.steps:
-        raise UnreadableError(f"{path} holds no checkpoint: found {found.describe()}.")
+        raise UnreadableError(no_checkpoint(path, found))
     if unreadable is not None:
         raise UnreadableError(why_unreadable(unreadable)) from unreadable
 

@@ -86,7 +86,7 @@ class Signature:
                 "as the step returns it (`jax.device_put` with a sharding)"
             )
         if self.settings != now.settings:
-            raise TypeError("a setting of JAX changed")
+            raise TypeError(_changed_setting(self.settings, now.settings))
 
     def is_of_these_settings(self) -> bool:
         """Whether what is lowered now would be lowered as it was then."""
@@ -117,6 +117,14 @@ def _changed(static: Sequence[Any], now: Sequence[Any]) -> str:
     was, other = next((a, b) for a, b in zip(static, now, strict=True) if a != b)
     name = f"`{was[0]}`" if len(was) == 3 else "a static argument"
     return f"{name} changed from {reprlib.repr(was[-1])} to {reprlib.repr(other[-1])}"
+
+
+def _changed_setting(was: Any, now: Any) -> str:
+    """Of what JAX holds no name is known, but a value."""
+    are_alike = isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now)
+    both = zip(was, now, strict=True) if are_alike else ()
+    told = [f" from {reprlib.repr(a)} to {reprlib.repr(b)}" for a, b in both if a != b][:1]
+    return f"a setting of JAX changed{''.join(told)}: set it once, before the first step"
 
 
 def _first_other(mine: Sequence[bool], others: Sequence[bool]) -> int:

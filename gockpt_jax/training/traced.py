@@ -228,8 +228,12 @@ class TracedStep(StandIn):
 
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""
-        if self.program is None:
-            found = f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
+        if self.why_not is not None:
+            found = f"snapshots only: {self.why_not}"
+        elif self.program is None:
+            found = (
+                "no plan yet of such calls: as a rule the second of a kind is traced, or the third"
+            )
         else:
             found = self.program.cut.explain()
         return "\n".join([found, *self._kinds.explain()])
@@ -303,7 +307,8 @@ class TracedStep(StandIn):
         except CannotArmError as error:
             why = str(error)
         except Exception as error:
-            _log.warning("%s failed, training is not affected", what, exc_info=error)
+            told = "a step and its windows: %s failed, training is not affected"
+            _log.warning(told, what, exc_info=error)
             why = f"{what} failed with {in_a_line(error)}; please report it"
         self.give_up(why)
 

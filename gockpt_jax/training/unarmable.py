@@ -4,6 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 
@@ -16,7 +18,10 @@ def why_unarmable(step: Any) -> str | None:
     """Why a step cannot be armed; `None` if it can, as far as is known before it has run."""
     if callable(getattr(step, "trace", None)):
         if _compat.jit_settings(step) is None:
-            return "this version of JAX does not tell static arguments apart"
+            return (
+                f"this version of JAX, {jax.__version__}, does not tell static arguments apart; "
+                "please report it"
+            )
         return None
     kind = type(step).__name__
     if hasattr(step, "as_text"):

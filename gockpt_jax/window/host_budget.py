@@ -148,7 +148,11 @@ class HostBudget(ByteBudget):
                 takes, describe_bytes(pool.limit_bytes), PINNED_LIMIT, pool.gib_for(state_bytes),
             )  # fmt: skip
         else:
-            _log.warning("%s of the host's memory, which has %s left", takes, left)
+            _log.warning(
+                "%s of the host's memory, which has %s left: the system may end the job for want "
+                "of it. Give the job more, or `save` less",
+                takes, left,
+            )  # fmt: skip
 
     def _expect(self, state_bytes: int, following_bytes: int = 0) -> int:
         """Sets the default limit for the largest save so far, and returns it."""

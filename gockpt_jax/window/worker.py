@@ -19,7 +19,9 @@ _IDLE_POLLS = 50
 
 
 def _log_it(error: BaseException) -> None:
-    _log.error("a task of a worker thread failed", exc_info=error)
+    _log.error(
+        "a task of a worker thread failed for which nobody waits; please report it", exc_info=error
+    )
 
 
 def in_any_case(task: Task) -> tuple[Task, Failed]:

@@ -628,4 +628,4 @@ def test_exit_codes(item, layout, tmp_path):
     (tmp_path / "empty").mkdir()
     result = run(tmp_path / "empty")
     assert result.exit_code == 2
-    assert "holds no checkpoint: found nothing" in result.output
+    assert "holds no checkpoint: found nothing. Give the directory of a" in result.output

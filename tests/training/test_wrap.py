@@ -375,6 +375,7 @@ def test_of_a_call_that_changed_is_told_where_what_lies():
 def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
     step = wrap(jax.jit(update), Observer())
     assert step.why_no_program == "the step had not been traced yet"
+    assert step.explain().startswith("no plan yet of such calls: as a rule the second")
     state = run(step, fresh(), 3)
     step.call_changed("`x` is longer")
     run(step, state, 1)

@@ -134,7 +134,7 @@ def test_the_default_refuses_no_save(host, caplog, pool):
     budget = budget_of()
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         budget.admit_save(1000)
-    assert "a save takes 1 kB of the host's memory, which has 10 B left" in caplog.text
+    assert "a save takes 1 kB of the host's memory, which has 10 B left: the sys" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         for _ in range(3):  # what is known already

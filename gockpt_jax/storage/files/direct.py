@@ -109,7 +109,8 @@ class DirectFiles:
           RuntimeError: A file lacks a value. It has room for it, which reads as zeros.
         """
         if lacking := [file.path for file in self._shared.values() if not file.is_whole]:
-            raise RuntimeError(f"not all values were written of {', '.join(lacking)}")
+            told = f"not all values were written of {', '.join(lacking)}"
+            raise RuntimeError(f"{told}; nothing of this save is visible. Please report it.")
         self._syncs.finish()
 
     def close(self) -> None:

@@ -69,6 +69,14 @@ class Directory:
         return " and ".join(parts) if parts else "nothing"
 
 
+def no_checkpoint(path: Any, found: Directory) -> str:
+    """What to tell of a path without one."""
+    return (
+        f"{path} holds no checkpoint: found {found.describe()}. Give the directory of a manager, "
+        "of a step, or of an item."
+    )
+
+
 def some_of(names: Any) -> str:
     """Names for a reader: the first of them, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -91,7 +99,10 @@ def look_into(path: Any) -> Directory:
     if not path.is_dir():
         if path.exists():
             raise NotADirectoryError(f"{path}: expected a directory of checkpoints, found a file.")
-        raise FileNotFoundError(f"{path}: there is no such directory.")
+        hint = " Shells expand `~` where it is not quoted." * str(path).startswith("~")
+        raise FileNotFoundError(
+            f"{path}: expected a directory of checkpoints, there is no such directory.{hint}"
+        )
     if is_tree(path):
         return Directory(path, "item", (Step(path, {"": path}, ("",)),))
     if (path / STEP_METADATA).exists() or _is_damaged_step(path):

@@ -18,7 +18,7 @@ from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.files import checksum_files, item_files
 from gockpt_jax.storage.files.checksum_files import ChecksumError, LeafChecksums
 from gockpt_jax.storage.files.plain_reads import PlainReads
-from gockpt_jax.storage.inspecting.directory import look_into
+from gockpt_jax.storage.inspecting.directory import look_into, no_checkpoint
 from gockpt_jax.storage.inspecting.stored_item import (
     READ_LIMIT_BYTES,
     READ_THREADS,
@@ -57,7 +57,7 @@ def verify(
     """
     found = look_into(path)
     if not found.steps:
-        raise VerifyError(f"{path} holds no checkpoint: found {found.describe()}.")
+        raise VerifyError(no_checkpoint(path, found))
     for step in found.steps[-1:] if newest else found.steps:
         verdicts = [] if found.kind == "item" else [verify_step(step)]
         items = (step.items[name] for name in step.trees)
