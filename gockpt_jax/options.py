@@ -140,8 +140,8 @@ class WindowOptions:
         more never pays.
       steps: Fixes K, for tests and benchmarks: every predictable save is then a window of this many
         steps (fewer where the saves lie closer together), opening waits for the armed step to
-        compile, and groups leave early even where that saves no bytes; but none while saves take
-        copies alone, after two of them. At most 100. `None`: the planner chooses.
+        compile, and groups leave early even where that saves no bytes; but none while saves of one
+        process take copies alone, after two of them. At most 100. `None`: the planner chooses.
       device_budget_bytes: Bytes per device that staged copies and retained gradients may take.
         `None`: what the device reports as free, or the whole state where it reports nothing.
       step_secs: Time of one training step, for the plan. `None`: learned while training, without

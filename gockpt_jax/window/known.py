@@ -59,6 +59,7 @@ class Known:
 
     Attributes:
       clock: Learns the time of a step.
+      is_alone: Whether no other process makes the plan.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Known:
         probe: Callable[[], jax.Array | None],
     ):  # fmt: skip
         self.clock = StepClock(resources.watcher, probe)
+        self.is_alone = not processes.several
         self._options = options
         self._processes = processes
         self._host, self._replicas = resources.host, resources.replicas

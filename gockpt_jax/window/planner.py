@@ -199,10 +199,12 @@ class Planner:
         """Makes the plan anew if what it was made for has moved: the armed step stays."""
         prepared.review = self._reviews
         planned = prepared.planned
-        if not program.cut.groups:
+        is_fixed = self._options.steps is not None
+        # A fixed K waits for the other processes where its windows open, and for nothing else.
+        if not program.cut.groups or (is_fixed and not self._known.is_alone):
             return False
         facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
-        if self._options.steps is not None:  # all that ends windows of a fixed K
+        if is_fixed:  # all that ends its windows
             is_outdated = facts.unsaved != planned.facts.unsaved
         else:
             is_outdated = planned.is_outdated_by(facts, self._device.limit_bytes)
