@@ -1,6 +1,7 @@
 """What a session says to a user whose saves could be windows, or more of them could leave early."""
 
 import logging
+from collections.abc import Sequence
 
 from gockpt_jax.checks import counted
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
@@ -32,6 +33,11 @@ def tell_of_no_step(*, has_wrapped: bool) -> None:
         warn(_UNUSED, SnapshotOnlyWarning)
     else:
         _log.warning(_NONE_WRAPPED)
+
+
+def of_demoted(reasons: Sequence[str]) -> str:
+    """What `explain` says of leaves that an audit has made late."""
+    return "".join(f"\nnot early any more, with what is updated with it: {why}" for why in reasons)
 
 
 def of_beside(number: int) -> str:

@@ -81,8 +81,14 @@ class Auditor:
     def demoted(self, paths: Sequence[str]) -> str | None:
         """Why leaves that are updated together are late from now on; `None` if they are not."""
         path = next((p for p in paths if p in self._demoted), None)
-        if path is None:
-            return None
+        return None if path is None else self._why_late(path)
+
+    @property
+    def demotions(self) -> list[str]:
+        """Why which leaves are late from now on."""
+        return [self._why_late(path) for path in list(self._demoted)]
+
+    def _why_late(self, path: str) -> str:
         step = self._demoted[path].step  # now: the replayer may be before its save has returned
         which = "an earlier save" if step < 0 else f"the save of step {step}"
         return f"{path}: late since the audit of {which} failed"

@@ -179,6 +179,11 @@ class Opener:
             return "the step has not been armed"
         return self._agreement.why_not_ready(program, window.target)
 
+    @property
+    def demotions(self) -> list[str]:
+        """Why which leaves leave late that were planned early: an audit has failed."""
+        return self._auditor.demotions
+
     def deferred_steps(self, target: int) -> int:
         """For how many steps the window of this version's save has found no room."""
         return self._deferral.steps if self._deferral.target == target else 0

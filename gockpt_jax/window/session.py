@@ -32,7 +32,13 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrapped import ArmedCall, WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, of_beside, tell_of_no_step
+from gockpt_jax.window.advice import (
+    NOT_OURS,
+    NOT_WRAPPED,
+    of_beside,
+    of_demoted,
+    tell_of_no_step,
+)
 from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.late import compile_late_ahead
@@ -351,7 +357,8 @@ class Session:
         if self._steps.last is None:
             return f"{NOT_WRAPPED}."
         beside = of_beside(self._num_beside if self.window_steps > 1 else 0)
-        return self.planner.explain(self._steps.last) + beside
+        late = of_demoted(self._opener.demotions)
+        return self.planner.explain(self._steps.last) + late + beside
 
     def state_replaced(self) -> None:
         """A checkpoint was restored; on another thread than the trainer's, to be looked at."""

@@ -176,6 +176,10 @@ def assert_demoted_run(
     assert 0 < report.gradient_bytes < before.gradient_bytes  # it has not left for nothing
     assert report.late_leaves
     assert all("late since the audit of the save of step 8" in why for why in report.late_leaves)
+    told = trainer.manager._gockpt_session.explain().splitlines()
+    assert any(
+        line.startswith("not early any more") and report.late_leaves[0] in line for line in told
+    )
 
 
 def test_demotion_reaches_the_window_that_is_open(
@@ -199,6 +203,7 @@ def test_demotion_reaches_the_window_that_is_open(
 def test_when_all_is_demoted_saves_are_snapshots(tmp_path: Path) -> None:
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(4)
+        assert "not early any more" not in trainer.manager._gockpt_session.explain()
         auditor = trainer.manager._gockpt_session._opener._auditor
         for path in trainer.step.program.positions.paths:
             auditor._demote(SaveRecord(kind="window", reason="a test"), path)
