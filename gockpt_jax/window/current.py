@@ -27,6 +27,9 @@ from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
+_MOST_DOUBLINGS = 6
+"""Of the saves without a window for which a device had no room again and again: 63 at the most."""
+
 _NONE: tuple[int, OpenWindow | None, Sequence[jax.Array]] = (-1, None, ())
 
 
@@ -41,8 +44,6 @@ class CurrentWindow:
       window: The one that is open; a signal handler may close it between any two lines.
       why_none: Why the next save has none; `None`: it has not been foreseen.
       sealed_version: Of the last save. None opens at it: K is at most the distance between saves.
-      no_room_for: The version of the last save for whose window a device had no room: no other is
-        opened for it. Alone; beside other processes it stays open.
       failure: What has failed in one that has ended, and nobody has been told of.
     """
 
@@ -50,10 +51,12 @@ class CurrentWindow:
         self.window: OpenWindow | None = None
         self.why_none: str | None = None
         self.sealed_version = -1
-        self.no_room_for = -1
         self.failure: BaseException | None = None
         self._in_vain = _NONE  # of the first call in vain, with what the step before had returned
         self._several = processes.several
+        self._none_for = -1  # the version of the last save that is to have none for want of room
+        self._without_room = 0  # windows in a row for which a device had none
+        self._left_out = 0  # saves that come before the next window is tried
         self._on_save_error = options.on_save_error
 
     def open(self, found: OpenWindow | str | None) -> None:
@@ -99,6 +102,8 @@ class CurrentWindow:
 
     def sealed(self) -> None:
         """A save has the window now."""
+        if self.window is not None:
+            self._without_room = 0
         self.window = None
 
     def abandon(self, reason: str) -> None:
@@ -114,6 +119,31 @@ class CurrentWindow:
         self.window = None
         _tell(window, "abandoned", reason)
         self.why_none = f"its window was abandoned: {reason}"
+
+    def had_no_room(self, target: int) -> None:
+        """A device had no room for the window of that version's save. Alone; others' stay open.
+
+        The first such is tried again at the next save, with a smaller budget; but trying takes long
+        where an allocator waits before it fails. So behind each more there are twice as many saves
+        without.
+        """
+        self._none_for = target
+        self._left_out = 2**self._without_room - 1
+        self._without_room = min(self._without_room + 1, _MOST_DOUBLINGS)
+
+    def is_hopeless(self, target: int) -> bool:
+        """Whether no window is to be tried for that version's save, for want of room."""
+        if target == self._none_for:
+            return True
+        if self._left_out == 0:
+            return False
+        left_out = counted(self._left_out, "save")
+        self.why_none = (
+            f"a device had no room for the last {self._without_room} windows, so the next one is "
+            f"tried after {left_out} without; give saves less of it (`device_budget_bytes`)"
+        )
+        self._none_for, self._left_out = target, self._left_out - 1
+        return True
 
     def abandon_in_vain(self, reason: str, version: int) -> None:
         """Closes it for a call that may come to nothing: beside others, it is made again there.
@@ -187,7 +217,7 @@ class CurrentWindow:
                     "device (`device_budget_bytes`)."
                 ) from error
             if self.window is not None and not self._several and is_out_of_memory(error):
-                self.no_room_for = self.window.target
+                self.had_no_room(self.window.target)
             told = "a window was given up, training is not affected: %r"
             events.tell(_log.warning, told, error)
             self.give_up(f"{what}: {error!r}")

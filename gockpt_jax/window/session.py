@@ -212,7 +212,7 @@ class Session:
             if window is not None:
                 window.had_no_room(error)
                 self._current.abandon("a device had no room for its step")
-                self._current.no_room_for = window.target
+                self._current.had_no_room(window.target)
         # For copies that are on their way to the host; their replay takes nothing of a device.
         self.resources.worker.wait_until_idle(behind=False)
 

@@ -272,6 +272,26 @@ def test_a_device_without_room_for_a_window_makes_the_update_all_the_same(
         assert not differing(bits_of(trainer.state), undisturbed)
 
 
+def test_a_device_that_has_no_room_for_any_window_is_not_asked_at_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = (OpenWindow, "leave")
+    fault = Fault(monkeypatch, block, "_copied", only_in=inside, error=FULL, lasts=True)
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(4)
+        fault.arm()
+        trainer.run(24)
+        trainer.assert_intact()
+        assert caplog.text.count("a window was given up, training is not affected") == 3
+        reasons = [trainer.report(label).reason for label in (8, 12, 16, 20, 24)]
+        assert ["abandoned" in why for why in reasons] == [True, True, False, True, False]
+        assert "a device had no room for the last 2 windows" in reasons[2]
+        fault.disarm()
+        trainer.run(36)
+        trainer.assert_intact()
+        assert [trainer.report(label).kind for label in (32, 36)] == ["snapshot", "window"]
+
+
 @pytest.mark.parametrize("where", ["land_block", "land_cut"])
 def test_a_device_that_tells_late_that_it_had_no_room_is_heeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
