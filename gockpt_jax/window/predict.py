@@ -189,6 +189,8 @@ class SavePredictor:
             why = ": windows had been opened for saves that did not come"
         elif len(self._accepted) == 1 and not self._knows_better_than_periods:
             why = ": it is the second, and their period is not known yet"
+        elif (later := (self._cached or (0, None))[1]) is not None and later > version:
+            why = f": the next one was foreseen for {counted(later - version, 'step')} after it"
         return f"{_UNFORESEEN}{why}; {_REMEDY}"
 
     def next_save(self, version: int, horizon: int) -> int | None:

@@ -299,7 +299,8 @@ def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
         report = manager.last_report
         assert manager._gockpt_session.window_steps == 3
         assert (report.kind, report.deferred_steps) == ("snapshot", 0)
-        assert "not predicted, so no window was open; `manager.expect_save(" in report.reason
+        assert "not predicted, so no window was open: the next one was foresee" in report.reason
+        assert "for 4 steps after it; `manager.expect_save(in_steps=n)` announces" in report.reason
 
 
 def test_a_save_that_nothing_foresaw_says_which_it_is(tmp_path):
