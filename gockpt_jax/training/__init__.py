@@ -7,6 +7,7 @@ In the order of their imports. What a step computes, and what a compiler may mak
     erased       of which operations the compiler makes nothing
     drawn        what number a value is
     numbers      which the compiler knows, which may be one, which flags are always the same
+    parts        which parts of what was put together it knows
     apart        which sums the compiler takes apart
     factors      what a factor may be seen to be
     hidden       of which operations they see more than we do
@@ -17,6 +18,7 @@ In the order of their imports. What a step computes, and what a compiler may mak
 Where it is cut, so that the host can go on from there:
 
     bodies       what calls run
+    handed_on    what loops hand on as it was given
     graph        the traced step as one flat graph of values
     exact        which operations the host repeats bit for bit
     walk         from a leaf's new value back to what it cannot repeat

@@ -5,8 +5,6 @@ it, where `a` is a constant, or spread. So it does with sums of such sums, and w
 sees only when it has erased, or moved, what is in front of them.
 """
 
-import bisect
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,6 +22,7 @@ from gockpt_jax.training.numbers import (
     may_hold,
     reciprocal,
 )
+from gockpt_jax.training.parts import FEW, sliced
 from gockpt_jax.training.primitives import (
     CHOICE,
     ENDS,
@@ -42,15 +41,10 @@ from gockpt_jax.training.values import (
     is_known,
     judged_once,
     unspread_through_walls,
-    without_walls,
 )
 
 # They move elements: what is a product in front of them is one behind them.
 _MOVE = IDENTITIES | LAYOUTS | PARTS | SPREADS
-_FEW = 8
-"""Arrays that are put together, and maybe taken apart again, which are looked at each by itself. Of
-more, as of all leaves of a flat vector, each sum of two parts would look at all."""
-
 
 _ANY = Value(None)
 """A number that nobody but the compiler knows."""
@@ -181,34 +175,9 @@ def _moved(value: Value, op: Op) -> Sequence[Value]:
     if op.name == CHOICE.name:
         return op.inputs[1:]
     if op.name in ("slice", "split"):
-        return _parts(value, op)
-    is_of_few = op.name in JOINS and len(op.inputs) <= _FEW
+        return sliced(value, op)
+    is_of_few = op.name in JOINS and len(op.inputs) <= FEW
     return op.inputs if op.name in _MOVE or is_of_few or may_be_erased(op) else ()
-
-
-def _parts(value: Value, op: Op) -> Sequence[Value]:
-    """What a slice is of, where it is of arrays that were joined: of the others it has nothing."""
-    joined = without_walls(op.inputs[0]).op
-    if joined is None or joined.name != "concatenate":
-        return op.inputs
-    along = joined.params["dimension"]
-    if op.name == "slice":
-        start, end = (op.params[key][along] for key in ("start_indices", "limit_indices"))
-    elif op.params["axis"] == along:
-        end = _ends(op, op.params["sizes"])[value.index]
-        start = end - value.shape[along]
-    else:
-        return op.inputs
-    ends = _ends(joined, [v.shape[along] for v in joined.inputs] if joined.ends is None else ())
-    parts = joined.inputs[bisect.bisect_right(ends, start) : bisect.bisect_left(ends, end) + 1]
-    return parts if len(parts) <= _FEW else ()
-
-
-def _ends(op: Op, sizes: Sequence[int]) -> Sequence[int]:
-    """Where each array ends of those that are joined, or that one is taken apart into."""
-    if op.ends is None:
-        op.ends = list(itertools.accumulate(sizes))
-    return op.ends
 
 
 def _divides_by_constant(op: Op) -> bool:

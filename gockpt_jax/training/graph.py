@@ -19,8 +19,10 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of, can_open
+from gockpt_jax.training.handed_on import handed_on
 from gockpt_jax.training.merging import may_be_cut
 from gockpt_jax.training.numbers import is_settled
+from gockpt_jax.training.parts import is_known_part
 from gockpt_jax.training.primitives import CARRIED, CHOICE, ENTER, KNOWN
 from gockpt_jax.training.values import (
     Op,
@@ -142,6 +144,8 @@ def _apply(
         _look_inside(op, None if is_in_branch else inside)
     elif name == "scan":
         return _loop(op, [var.aval for var in eqn.outvars], axes)
+    elif name == "while":
+        return _while(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
@@ -180,7 +184,7 @@ def _chooser(cases: Sequence[Value]) -> Any:
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
     folded = op.is_of_folded and bool(op.inputs or op.name in KNOWN)
-    folded = folded or is_settled(aval, op)
+    folded = folded or is_settled(aval, op) or is_known_part(Value(aval, op, index))
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=op.arguments)
 
 
@@ -227,10 +231,10 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
     if rounds < 2:
         behind = length
     elif not behind:
-        return _looped(scan, avals, num_carried, turn, axes)
+        return _looped(scan, avals, carry, turn, axes)
     else:
         first = Op(scan.primitive, scan.inputs, scan.params)
-        made = _looped(first, avals, num_carried, turn, axes)
+        made = _looped(first, avals, carry, turn, axes)
         carry, stacked = made[:num_carried], [made[num_carried:]]
     for _ in range(behind):
         made = turn(carry)
@@ -243,7 +247,7 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
 
 
 def _looped(
-    loop: Op, avals: Sequence[Any], num_carried: int,
+    loop: Op, avals: Sequence[Any], carry: Sequence[Value],
     turn: Callable[[Sequence[Value]], list[Value]], axes: Collection[str],
 ) -> list[Value]:  # fmt: skip
     """What a loop of several rounds returns.
@@ -251,15 +255,43 @@ def _looped(
     Args:
       loop: It; is told what any one of its turns returns.
       avals: Of what it returns.
-      num_carried: How much of that each turn is given by the one before.
+      carry: Of what it is given, what each turn is given by the one before.
       turn: What one makes of it.
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
-    before = Op(CARRIED, loop.inputs, {})
-    loop.turn = tuple(turn([_value(a, before, i, axes) for i, a in enumerate(avals[:num_carried])]))
+    before = _carried(loop, avals[: len(carry)], axes)
+    loop.turn = tuple(turn(before))
     made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
     for value, last in zip(made, loop.turn, strict=True):
         value.is_folded |= last.is_folded  # whatever else the loop is given
+    return _handing_on(made, carry, before, loop.turn[: len(carry)], axes)
+
+
+def _while(loop: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """What a loop returns that turns until something holds: maybe never."""
+    body, consts = _compat.open_jaxpr(loop.params["body_jaxpr"])
+    start = loop.params["cond_nconsts"]
+    end = start + loop.params["body_nconsts"]
+    fixed, carry = loop.inputs[start:end], loop.inputs[end:]
+    before = _carried(loop, avals, axes)
+    after = _walk(body, consts, [*fixed, *before], None, axes)
+    made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
+    return _handing_on(made, carry, before, after, axes)
+
+
+def _carried(loop: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """What any turn of a loop is given by the one before."""
+    op = Op(CARRIED, loop.inputs, {})
+    return [_value(aval, op, i, axes) for i, aval in enumerate(avals)]
+
+
+def _handing_on(
+    made: list[Value], carry: Sequence[Value], before: Sequence[Value], after: Sequence[Value],
+    axes: Collection[str],
+) -> list[Value]:  # fmt: skip
+    """What a loop returns, seen through it where a compiler may; the host repeats none of it."""
+    for i in handed_on(carry, before, after):
+        made[i] = _value(made[i].aval, Op(lax.optimization_barrier_p, (carry[i],), {}), 0, axes)
     return made
 
 

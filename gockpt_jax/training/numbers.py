@@ -165,6 +165,8 @@ def is_settled(aval: Any, op: Op) -> bool:
 def _is_settled_comparison(aval: Any, op: Op) -> bool:
     if jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
         return _is_never_below_zero(op)
+    if _is_never_below_zero(op):
+        return True
     drawn = np.asarray(number_of(Value(aval, op)))
     if op.name in ("eq", "ne"):  # what is drawn is no constant by chance, which it may be
         return bool(np.all(drawn == (op.name == "eq")))
@@ -172,11 +174,15 @@ def _is_settled_comparison(aval: Any, op: Op) -> bool:
 
 
 def _is_never_below_zero(op: Op) -> bool:
-    """Whether it compares with zero what XLA may find to be no less: an exponential, a square."""
+    """Whether it compares with zero what XLA may find to be no less: a square, unsigned numbers.
+
+    Of the last that is by their type: they may be drawn for what they are made of.
+    """
     if op.name not in ("lt", "ge", "gt", "le"):
         return False
     number, zero = op.inputs if op.name in ("lt", "ge") else op.inputs[::-1]
-    return may_be_zero(zero) and bool(np.all(number_of(number) >= 0))
+    is_unsigned = jnp.issubdtype(number.dtype, jnp.unsignedinteger)
+    return may_be_zero(zero) and (is_unsigned or bool(np.all(number_of(number) >= 0)))
 
 
 def _is_all_bits(op: Op) -> bool:
@@ -198,7 +204,7 @@ def _is_of_one_place(op: Op) -> bool:
 _OF_WHOLE: Mapping[str, Callable[[Op], bool]] = {
     **dict.fromkeys(("mul", "and"), lambda op: any(map(may_be_zero, op.inputs))),
     "or": _is_all_bits,
-    "sub": lambda op: unspread(op.inputs[0]) is unspread(op.inputs[1]),
+    **dict.fromkeys(("sub", "xor"), lambda op: may_be_equal(op.inputs[0], op.inputs[1])),
     "rem": lambda op: may_be_one(op.inputs[1]),
     # A sort is of the places that it is given.
     **dict.fromkeys(("argmax", "argmin", "top_k", "sort"), _is_of_one_place),

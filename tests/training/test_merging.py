@@ -150,6 +150,12 @@ ERASED: dict[str, Callable[..., Any]] = {
     )[0, :, 0],
     "larger of itself": lambda x, a, r: jnp.maximum(x * 0.1, x * 0.1),
     "chosen either way": lambda x, a, r: jnp.where(a[:, 0] > 0, x * 0.1, x * 0.1),
+    "handed on by turns": lambda x, a, r: lax.fori_loop(
+        0, jnp.int32(r[0] > 0) + 1, lambda _, c: (c[0] * 1.0, c[1] + a[:, 0]), (x * 0.1, x)
+    )[0],
+    "handed on by a scan": lambda x, a, r: lax.scan(
+        lambda c, t: ((jnp.maximum(c[0], c[0]), c[1] + t), None), (x * 0.1, x), a.T
+    )[0][0],
     "one turn at most": lambda x, a, r: lax.while_loop(
         lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 0.1), (0, x)
     )[1],

@@ -57,6 +57,26 @@ def among_zeros(g: Any) -> Any:
     return lax.dynamic_update_slice(jnp.zeros_like(g), jnp.sin(g[:8]), (place, 0))
 
 
+def turns(g: Any) -> Any:
+    """One or two: as often as a loop turns, of which nobody knows before."""
+    return jnp.int32(jnp.sum(jnp.sin(g)) > 0) + 1
+
+
+def handed(c: Any, turn: Callable[..., Any], g: Any) -> Any:
+    """What a loop is given, and every turn hands on as `turn` says; beside what it adds up."""
+    add = lambda _, c: (turn(c[0], g), c[1] + g)  # noqa: E731
+    return lax.fori_loop(0, turns(g), add, (c, g))[0]
+
+
+def handed_by_a_scan(c: Any, turn: Callable[..., Any], g: Any) -> Any:
+    add = lambda c, x: ((turn(c[0], x), c[1] + x), None)  # noqa: E731
+    return lax.scan(add, (c, g), jnp.stack([g, jnp.sin(g), g]))[0][0]
+
+
+def padded(g: Any) -> Any:
+    return jnp.pad(jnp.sin(g), ((0, 0), (COLUMNS, 0)))
+
+
 @jax.checkpoint
 def seldom(g: Any) -> Any:
     return (jnp.sin(g) < 0).astype(jnp.float32)
@@ -149,7 +169,87 @@ NOTHING: dict[str, Callable[..., Any]] = {
     "less nothing in either branch": lambda m, v, g: (m - either(g, lambda: -0.0), v + g),
     "nothing": lambda m, v, g: (m + 0.0, v + (jnp.zeros_like(g) + g)),
 }  # fmt: skip
+HANDS_ON: dict[str, Callable[..., Any]] = {
+    "times one": lambda c, x: c * 1.0,
+    "the larger of itself": lambda c, x: jnp.maximum(c, c),
+    "either way": lambda c, x: jnp.where(x > 0, c, c),
+    "negated twice, plus nothing": lambda c, x: -jnp.negative(c) + 0.0,
+    "over a loop in the loop": lambda c, x: handed(c, lambda c, x: c * 1.0, x),
+    "zero, where it was": lambda c, x: jnp.zeros_like(c),
+}
+LOOPED: dict[str, Callable[..., Any]] = {
+    f"{what} {name} {how}": lambda m, v, g, turn=turn, loop=loop, of=of: (
+        of(m, lambda c: loop(c, turn, jnp.cos(g)), jnp.sin(g)), v + g
+    )
+    for name, turn in HANDS_ON.items()
+    for how, loop in {"by turns": handed, "by a scan": handed_by_a_scan}.items()
+    for what, of in {
+        "nothing": lambda m, through, g: m + through(jnp.zeros_like(g)),
+        "a product": lambda m, through, g: m + through(g * 0.9) * 0.3,
+        "a moment's product": lambda m, through, g: through(m * 0.9) * 0.3,
+        "a sum": lambda m, through, g: m + (through(g + 0.9) + 0.3),
+    }.items()
+} | {
+    "nothing by way of another": lambda m, v, g: (
+        m + lax.fori_loop(
+            0, turns(g), lambda _, c: (c[0] * 1.0, c[0]), (jnp.zeros_like(g), jnp.zeros_like(g))
+        )[1], v + g
+    ),
+    "the largest number of all": lambda m, v, g: (
+        jnp.minimum(m * 0.3, handed(jnp.full_like(g, jnp.inf), lambda c, _: c * 1.0, g)) * 0.7,
+        v + g,
+    ),
+}  # fmt: skip
+# Constants that a program has put into something larger, and takes out again.
+TAKEN_OUT: dict[str, Callable[..., Any]] = {
+    "a joined part": lambda m, v, g: (
+        m + jnp.concatenate([jnp.sin(g), jnp.zeros_like(g)])[ROWS:], v + g
+    ),
+    "a joined part, scaled": lambda m, v, g: (
+        0.9 * m + 0.1 * jnp.concatenate([jnp.sin(g), jnp.zeros_like(g)])[ROWS:], v + g
+    ),
+    "a joined part, turned": lambda m, v, g: (
+        m + jnp.concatenate([jnp.zeros_like(g), jnp.sin(g)])[::-1][ROWS:], v + g
+    ),
+    "one of a stack": lambda m, v, g: (m + jnp.stack([jnp.zeros_like(g), jnp.sin(g)])[0], v + g),
+    "a part at a known place": lambda m, v, g: (
+        m + lax.dynamic_slice(jnp.concatenate([jnp.zeros_like(g), jnp.sin(g)]), (0, 0), g.shape),
+        v + g,
+    ),
+    "padding": lambda m, v, g: (m + padded(g)[:, :COLUMNS], v + g),
+    "padding that is split off": lambda m, v, g: (m + jnp.split(padded(g), 2, 1)[0], v + g),
+    "beside what was written": lambda m, v, g: (
+        m + lax.dynamic_update_slice(jnp.zeros((2 * ROWS, COLUMNS)), jnp.sin(g), (ROWS, 0))[:ROWS],
+        v + g,
+    ),
+    "beside what was set": lambda m, v, g: (
+        m + jnp.zeros((2 * ROWS, COLUMNS)).at[ROWS:].set(jnp.sin(g))[:ROWS], v + g
+    ),
+    "factors that are joined": lambda m, v, g: (
+        0.9 * m * jnp.concatenate([jnp.full_like(g, 0.3), jnp.sin(g)])[:ROWS], v + g
+    ),
+    "an imaginary part": lambda m, v, g: (
+        m + lax.imag(lax.complex(jnp.sin(g), jnp.zeros_like(g))), v + g
+    ),
+    "a real part, negated": lambda m, v, g: (
+        m + lax.real(-lax.complex(jnp.zeros_like(g), jnp.sin(g))), v + g
+    ),
+}  # fmt: skip
+# What is so of all whole numbers.
+WHOLE: dict[str, Callable[..., Any]] = {
+    "below zero, unsigned": lambda m, v, g: (m + ((g * 3).astype(jnp.uint32) < 0), v + g),
+    "chosen by what is not below zero, unsigned": lambda m, v, g: (
+        jnp.where((g * 3).astype(jnp.uint32) >= 0, m * 0.3, g) * 0.7, v + g
+    ),
+    "bits of which there are none": lambda m, v, g: (
+        m + (lambda n: n ^ n)((g * 3).astype(jnp.int32)), v + g
+    ),
+    "a number less itself": lambda m, v, g: (
+        m + ((g * 3).astype(jnp.int32) - (g * 3).astype(jnp.int32)), v + g
+    ),
+}  # fmt: skip
 STEPS = SPREAD | CHOSEN | NEVER_BELOW | FIRST_POWER | AMONG_ZEROS | NOTHING
+STEPS |= LOOPED | TAKEN_OUT | WHOLE
 
 
 def step_of(name: str) -> Callable[..., Any]:
@@ -177,6 +277,38 @@ def test_what_is_replayed_is_what_the_device_has(name: str) -> None:
         for fence in (None, np.int32(0)):  # for a CPU's run, and for an accelerator's
             for j, leaf in found.replayed(cut, fence):
                 np.testing.assert_array_equal(bits(leaf), bits(new[j]), f"beside {bad}")
+
+
+SEEN_APART: dict[str, Callable[..., Any]] = {
+    "gradients that a loop adds up": lambda m, g: lax.fori_loop(
+        0, turns(g), lambda _, c: (c[0] + jnp.sin(g), c[1] * 1.0), (jnp.zeros_like(g), g)
+    )[0],
+    "a part beside nothing": lambda m, g: jnp.concatenate([jnp.sin(g), jnp.zeros_like(g)])[:ROWS],
+    "what was padded": lambda m, g: padded(g)[:, COLUMNS:],
+    "what was padded, and some padding": lambda m, g: padded(g)[:, 8 : COLUMNS + 8],
+    "what padding is split off": lambda m, g: jnp.split(padded(g), 2, 1)[1],
+    "what was written": lambda m, g: (
+        lax.dynamic_update_slice(jnp.zeros((2 * ROWS, COLUMNS)), jnp.sin(g), (ROWS, 0))[ROWS:]
+    ),
+    "a part at some place": lambda m, g: lax.dynamic_slice(
+        jnp.concatenate([jnp.zeros_like(g), jnp.sin(g)]), (jnp.argmax(g[:, 0]), 0), g.shape
+    ),
+    "a real part": lambda m, g: lax.real(lax.complex(jnp.sin(g), jnp.zeros_like(g))),
+    "a difference of whole numbers": lambda m, g: (
+        (g * 3).astype(jnp.int32) - (g * 2).astype(jnp.int32)
+    ).astype(jnp.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN_APART)
+def test_what_no_compiler_knows_leaves_early(name: str) -> None:
+    """Beside what it does know."""
+
+    def step(state: Any, g: Any) -> Any:
+        g = SEEN_APART[name](state["m"], jnp.cos(g))
+        return {"m": 0.9 * state["m"] + 0.1 * g, "v": 0.99 * state["v"] + 0.01 * g}
+
+    assert not analyse(step, *given()).late
 
 
 def test_flags_that_the_step_is_given_are_seen_on_both_sides() -> None:
