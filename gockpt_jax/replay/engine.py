@@ -130,6 +130,8 @@ class Replayer:
         """
         for updates in FUSED_UPDATES:
             for spec, elements in specs if updates <= max_updates else ():
+                if updates not in spec.fused_updates:
+                    continue
                 for size in dict.fromkeys(size for _, size in cut_up(elements)):
                     self._program(spec, updates, size).compile_ahead()
 
@@ -142,7 +144,8 @@ class Replayer:
             raise ReplayError(
                 f"replay got chunks of different sizes {sorted(sizes)}; please report"
             )
-        spec, counts = shard.spec, list(fused(len(shard.updates)))
+        spec = shard.spec
+        counts = list(fused(len(shard.updates), spec.fused_updates))
         programs: dict[int, tuple[tuple[int, Compiled], ...]] = {}
         for part, size in cut_up(shard.size):
             if size not in programs:

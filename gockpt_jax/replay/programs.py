@@ -58,6 +58,11 @@ class ReplaySpec:
         """All that its programs take."""
         return (*self.states, *self.retained, *self.scalars)
 
+    @property
+    def fused_updates(self) -> Sequence[int]:
+        """Of `FUSED_UPDATES` those that it may have: what lies between two goes through bits."""
+        return FUSED_UPDATES[-1:] if self.recipe.tells_zero else FUSED_UPDATES
+
 
 Compiled = Callable[..., list[jax.Array]]
 """A function of (states, updates, results, zero): old pieces of shape (size,); for each update a
@@ -114,9 +119,9 @@ def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
             return
 
 
-def fused(updates: int) -> Iterator[int]:
-    """Splits a number of updates into numbers for which there are programs."""
-    for count in FUSED_UPDATES:
+def fused(updates: int, counts: Sequence[int] = FUSED_UPDATES) -> Iterator[int]:
+    """Splits a number of updates into numbers for which there are programs: largest first."""
+    for count in counts:
         while updates >= count:
             yield count
             updates -= count

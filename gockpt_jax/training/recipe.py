@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from gockpt_jax.training.cut import Group
-from gockpt_jax.training.primitives import IDENTITIES, PRODUCTS, SUMS
+from gockpt_jax.training.primitives import IDENTITIES, PRODUCTS, SUMS, TELL_ZERO
 from gockpt_jax.training.values import Value, in_order
 from gockpt_jax.training.walk import Leaf
 
@@ -91,6 +91,20 @@ class Recipe:
     def is_identity(self) -> bool:
         """Whether nothing changes: the leaves are frozen."""
         return not self.changed
+
+    @functools.cached_property
+    def tells_zero(self) -> bool:
+        """Whether it tells numbers from zero, which a denormal is to the CPU backend.
+
+        LLVM does not know that: where it sees that a number was made of bits (`through_bits`) it
+        compares these.
+        """
+        return any(
+            ins.name in TELL_ZERO or dict(ins.params).get("new_dtype") == jnp.bool_
+            for ins in self.instructions
+            # Of scalars none is made of bits, and NaN alone is told from itself.
+            if not ins.is_scalar and len(set(ins.operands)) == len(ins.operands)
+        )
 
     def apply(
         self,

@@ -105,6 +105,44 @@ def test_updates_are_fused_into_few_numbers(updates):
     assert set(fused(updates)) <= set(FUSED_UPDATES)
 
 
+ASKING = {
+    "unlike zero": lambda x: x != 0,
+    "like zero": lambda x: x == 0,
+    "as a flag": lambda x: x.astype(bool),
+    "by its sign": lambda x: jnp.sign(x) == 0,
+    "no further than zero": lambda x: jnp.abs(x) <= 0,
+    "as large as below zero": lambda x: jnp.maximum(x, -x) <= 0,
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ASKING)
+def test_a_denormal_is_zero_to_each_of_several_updates(name, platform):
+    """As to the step: LLVM asks the bits of a number whether it is zero, where it sees such."""
+
+    def update(state, g):
+        return (jnp.where(ASKING[name](state[0]), g, -g),)
+
+    special = np.float32([0.0, -0.0, 1e-45, -1e-45, 5e-39, 1.2e-38, 1.0, -2.0, np.nan])
+    state, *gradients = (np.resize(np.roll(special, n), SIZES[6]) for n in range(5))
+    recipe = recipe_of(update, (jnp.asarray(state),), jnp.asarray(gradients[0]))
+    shard = shard_of(recipe, [state], gradients)
+    assert shard.spec.fused_updates == (1,)  # of more, compilers that take little time show nothing
+    Replayer(platform).apply([shard])
+    got = shard.states
+    for a, b in zip(got, one_by_one(update, [state], gradients), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+def test_updates_that_ask_for_numbers_that_are_none_are_fused():
+    """As those that leave NaN out do: what is no number has no other bits."""
+    update = lambda state, g: (jnp.where(jnp.isnan(state[0]), g, state[0]),)  # noqa: E731
+    recipe = recipe_of(update, (jnp.zeros(8),), jnp.zeros(8))
+    shard = shard_of(recipe, [numbers(0)], [numbers(n) for n in range(4)])
+    assert shard.spec.fused_updates == FUSED_UPDATES
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_pieces_are_the_whole_bit_for_bit(recipe, platform, size):
