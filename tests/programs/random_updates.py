@@ -20,6 +20,12 @@ SPECIAL = np.float32([
     0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 1.0 + _EPSILON, 1.0 - _EPSILON / 2, -1.0, 0.5, -2.0,
     8.0, 1.5, -2.5, 0.1, -0.3, 0.9, 9.0, 2.0**24, -(2.0**31), 1e-3,
 ])  # fmt: skip
+# And these: denormals, the least and the largest numbers, what is lost beside others.
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+EXTREME = np.concatenate([SPECIAL, np.float32([
+    1e-45, -1e-45, _TINY / 2, -_TINY / 2, _TINY - 1e-45, _TINY, -_TINY, 1.5 * _TINY, 1e-30, -1e-20,
+    1e20, -1e20, _LARGEST / 2, _LARGEST, -_LARGEST,
+])])  # fmt: skip
 _FEW, _MANY = 0.02, 0.25  # of the elements
 
 GRADIENTS: tuple[Callable[[jax.Array], jax.Array], ...] = (
@@ -31,9 +37,11 @@ GRADIENTS: tuple[Callable[[jax.Array], jax.Array], ...] = (
 )
 
 
-def with_special(rng: np.random.Generator, array: np.ndarray, part: float = _MANY) -> np.ndarray:
+def with_special(
+    rng: np.random.Generator, array: np.ndarray, part: float = _MANY, special: np.ndarray = SPECIAL
+) -> np.ndarray:
     """An array of which about such a part is special."""
-    return np.where(rng.random(array.shape) < part, rng.choice(SPECIAL, array.shape), array)
+    return np.where(rng.random(array.shape) < part, rng.choice(special, array.shape), array)
 
 
 def _cancelling(rng: np.random.Generator, array: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -42,11 +50,14 @@ def _cancelling(rng: np.random.Generator, array: np.ndarray, other: np.ndarray) 
     return np.where(which < 0.1, other, np.where(which > 0.9, -other, array))
 
 
-def random_updates(seed: int, count: int) -> tuple[Callable[..., Any], Any, Any]:
+def random_updates(
+    seed: int, count: int, special: np.ndarray = SPECIAL
+) -> tuple[Callable[..., Any], Any, Any]:
     """A step of so many updates, each of a parameter and a moment; its first state and a batch."""
     rng = np.random.default_rng(seed)
     arrays = lambda part, *shape: [  # noqa: E731
-        with_special(rng, rng.standard_normal(shape).astype(np.float32), part) for _ in range(count)
+        with_special(rng, rng.standard_normal(shape).astype(np.float32), part, special)
+        for _ in range(count)
     ]
     params, batch = arrays(_MANY, SIZE), arrays(_FEW, SIZE, WIDTH)
     moments = [_cancelling(rng, m, p) for m, p in zip(arrays(_MANY, SIZE), params, strict=True)]
