@@ -131,8 +131,8 @@ class CurrentWindow:
         self._left_out = 2**self._without_room - 1
         self._without_room = min(self._without_room + 1, _MOST_DOUBLINGS)
 
-    def is_hopeless(self, target: int) -> bool:
-        """Whether no window is to be tried for that version's save, for want of room."""
+    def leaves_out(self, target: int) -> bool:
+        """Whether that version's save has no window, for want of room; counts such saves."""
         if target == self._none_for:
             return True
         if self._left_out == 0:

@@ -131,7 +131,7 @@ class Opener:
         target = self._predictor.next_save(version, max(2, self._options.most_steps) - 1)
         if target is None or version <= self._current.sealed_version:
             return _ADJACENT if target == version + 1 else None
-        if self._current.is_hopeless(target):
+        if self._current.leaves_out(target):
             return None
         return target if setting is None else _DEBUGGED.format(setting)
 

@@ -172,29 +172,29 @@ def test_where_a_device_had_no_room_no_other_window_opens_for_that_save(several)
     current = current_of(Window(), several=several)
     with current.giving_up_on_errors("staging failed"):
         raise full
-    assert current.is_hopeless(TARGET) != several
+    assert current.leaves_out(TARGET) != several
     current = current_of(Window(), several=False)
     with current.giving_up_on_errors("staging failed"):
         raise FAILED
-    assert not current.is_hopeless(TARGET)
+    assert not current.leaves_out(TARGET)
 
 
 def test_windows_for_which_there_is_no_room_again_and_again_are_tried_less_often():
     """Trying takes long where an allocator waits before it fails. One that is sealed ends that."""
     current, tried = current_of(None, several=False), []
     for target in range(60):
-        if not current.is_hopeless(target):
+        if not current.leaves_out(target):
             tried.append(target)
             current.had_no_room(target)
-        assert current.is_hopeless(target), "nor once more for the same save"
+        assert current.leaves_out(target), "nor once more for the same save"
     assert tried == [0, 1, 3, 7, 15, 31]
     assert "no room for the last 6 windows, so the next one is tried after" in current.why_none
     current.window = Window()
-    current.has_been_sealed()
-    tried = [target for target in range(60, 100) if not current.is_hopeless(target)]
+    current.sealed()
+    tried = [target for target in range(60, 100) if not current.leaves_out(target)]
     assert tried[0] == 63, "what was decided stands"
     current.had_no_room(100)
-    assert not current.is_hopeless(101)
+    assert not current.leaves_out(101)
 
 
 @in_both

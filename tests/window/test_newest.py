@@ -801,11 +801,11 @@ def test_a_window_that_had_failed_is_told_of_beside_its_save(start, monkeypatch,
     loop.train(7)
     if not held:
         loop.manager.wait_until_finished()
-    monkeypatch.setattr(EarlyChunks, "take_in", _fail)  # of what follows its last step
+    monkeypatch.setattr(EarlyChunks, "land_cut", _fail)  # of what follows its last step
     loop.update()
     loop.settle()
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
-    monkeypatch.setattr(seal, "take_now", lambda *_: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(seal, "take_late", lambda *_: (_ for _ in ()).throw(full))
     with pytest.warns(gockpt.SaveFailedWarning) as told:
         assert not loop.manager.save(8, args=GoCkptSave(loop.state))
     words = [str(warning.message) for warning in told]
