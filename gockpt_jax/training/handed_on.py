@@ -6,8 +6,9 @@ often it turns. XLA finds that, and merges what went in with what follows the lo
 
 from collections.abc import Sequence
 
-from gockpt_jax.training.numbers import may_be_all_of, may_be_equal, may_be_one
-from gockpt_jax.training.primitives import SAME_NUMBERS
+from gockpt_jax.training.common_factors import ends_factors
+from gockpt_jax.training.numbers import may_be_all_of, may_be_equal
+from gockpt_jax.training.primitives import SUMS
 from gockpt_jax.training.values import Op, Value, is_known, without_walls
 
 
@@ -23,16 +24,15 @@ def handed_on(given: Sequence[Value], before: Sequence[Value], after: Sequence[V
       Their positions.
     """
     found = {i for i, value in enumerate(after) if _may_be(value, before[i])}
-    known = [i for i, value in enumerate(given) if is_known(value)]
 
     def stays(i: int) -> bool:
-        """Whether it becomes the constant that it was, or one of those found that is the same."""
-        if is_known(after[i]):
+        """Whether it becomes what the first turn is given, by itself or by one of those found."""
+        if is_known(given[i]) and is_known(after[i]):
             return may_be_equal(after[i], given[i])
-        same = (j for j in known if j in found and may_be_equal(given[i], given[j]))
-        return any(_may_be(after[i], before[j]) for j in same)
+        same = (j for j in found if may_be_equal(given[i], given[j]))
+        return any(_may_be(after[i], v) for v in (given[i], *(before[j] for j in same)))
 
-    while more := {i for i in known if i not in found and stays(i)}:
+    while more := {i for i in range(len(after)) if i not in found and stays(i)}:
         found |= more
     return found
 
@@ -41,20 +41,21 @@ def _may_be(value: Value, wanted: Value) -> bool:
     """Whether a compiler may find that a value is another, from which it is made."""
     stack, seen = [value], set[Value]()
     while stack:
-        value = without_walls(stack.pop())
-        if value is wanted:
-            return True
-        if (op := value.op) is not None and value not in seen:
-            seen.add(value)
-            stack.extend(_seen_through(op, value))
+        made = without_walls(stack.pop())
+        if made is wanted:
+            return may_be_equal(value, wanted)
+        if made.op is not None and made not in seen:
+            seen.add(made)
+            stack.extend(_seen_through(made.op))
     return False
 
 
-def _seen_through(op: Op, value: Value) -> Sequence[Value]:
-    if op.name in SAME_NUMBERS:
-        return (op.inputs[min(value.index, len(op.inputs) - 1)],)
-    if op.name == "mul":
-        return [x for x, y in (op.inputs, op.inputs[::-1]) if may_be_one(y)]
+def _seen_through(op: Op) -> Sequence[Value]:
+    """Of what an operation may give something that is still the same: of all that ends no chain."""
+    if op.name in SUMS:
+        return may_be_all_of(op)
+    if op.name == "mul":  # constants may make one together
+        return [x for x, y in (op.inputs, op.inputs[::-1]) if is_known(y)]
     if op.name == "div":
-        return op.inputs[:1] if may_be_one(op.inputs[1]) else ()
-    return may_be_all_of(op)
+        return op.inputs[:1] if is_known(op.inputs[1]) else ()
+    return () if ends_factors(op) else op.inputs

@@ -171,12 +171,22 @@ NOTHING: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 HANDS_ON: dict[str, Callable[..., Any]] = {
     "times one": lambda c, x: c * 1.0,
+    "doubled and halved": lambda c, x: c * 2.0 * 0.5,
     "the larger of itself": lambda c, x: jnp.maximum(c, c),
     "either way": lambda c, x: jnp.where(x > 0, c, c),
     "negated twice, plus nothing": lambda c, x: -jnp.negative(c) + 0.0,
+    "to the first power": lambda c, x: lax.pow(c, jnp.ones_like(c)),
     "over a loop in the loop": lambda c, x: handed(c, lambda c, x: c * 1.0, x),
     "zero, where it was": lambda c, x: jnp.zeros_like(c),
-}
+    "sorted alone": lambda c, x: jnp.sort(c[None], 0)[0],
+    "written over all": lambda c, x: lax.dynamic_update_slice(x, c, (0, 0)),
+    "set over all": lambda c, x: jnp.zeros_like(c).at[:].set(c),
+    "joined and sliced": lambda c, x: jnp.concatenate([c, x])[:ROWS],
+    "as bits": lambda c, x: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(c, jnp.int32), jnp.float32
+    ),
+    "as a real part": lambda c, x: lax.real(lax.complex(c, x)),
+}  # fmt: skip
 LOOPED: dict[str, Callable[..., Any]] = {
     f"{what} {name} {how}": lambda m, v, g, turn=turn, loop=loop, of=of: (
         of(m, lambda c: loop(c, turn, jnp.cos(g)), jnp.sin(g)), v + g
@@ -194,6 +204,11 @@ LOOPED: dict[str, Callable[..., Any]] = {
         m + lax.fori_loop(
             0, turns(g), lambda _, c: (c[0] * 1.0, c[0]), (jnp.zeros_like(g), jnp.zeros_like(g))
         )[1], v + g
+    ),
+    "a product by way of another": lambda m, v, g: (
+        m + lax.fori_loop(
+            0, turns(g), lambda _, c: (c[1] * 1.0, c[1], c[2] + g), (g * 0.9, g * 0.9, g)
+        )[0] * 0.3, v + g
     ),
     "the largest number of all": lambda m, v, g: (
         jnp.minimum(m * 0.3, handed(jnp.full_like(g, jnp.inf), lambda c, _: c * 1.0, g)) * 0.7,
@@ -283,6 +298,12 @@ SEEN_APART: dict[str, Callable[..., Any]] = {
     "gradients that a loop adds up": lambda m, g: lax.fori_loop(
         0, turns(g), lambda _, c: (c[0] + jnp.sin(g), c[1] * 1.0), (jnp.zeros_like(g), g)
     )[0],
+    "gradients that a loop scatters": lambda m, g: lax.fori_loop(
+        0, turns(g), lambda n, c: c.at[jnp.argsort(g[:, 0])[:9] + n].add(g[:9]), jnp.zeros_like(g)
+    ),
+    "what a loop halves": lambda m, g: jnp.where(
+        g > lax.fori_loop(0, turns(g), lambda _, c: c * 0.5, 1.0), g, 0
+    ),
     "a part beside nothing": lambda m, g: jnp.concatenate([jnp.sin(g), jnp.zeros_like(g)])[:ROWS],
     "what was padded": lambda m, g: padded(g)[:, COLUMNS:],
     "what was padded, and some padding": lambda m, g: padded(g)[:, 8 : COLUMNS + 8],
