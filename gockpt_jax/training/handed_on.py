@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gockpt_jax.training.common_factors import ends_factors
 from gockpt_jax.training.numbers import may_be_all_of, may_be_equal
-from gockpt_jax.training.primitives import SUMS
+from gockpt_jax.training.primitives import CARRIED, SUMS
 from gockpt_jax.training.values import Op, Value, is_known, without_walls
 
 
@@ -58,4 +58,5 @@ def _seen_through(op: Op) -> Sequence[Value]:
         return [x for x, y in (op.inputs, op.inputs[::-1]) if is_known(y)]
     if op.name == "div":
         return op.inputs[:1] if is_known(op.inputs[1]) else ()
-    return () if ends_factors(op) else op.inputs
+    is_end = op.primitive is CARRIED or ends_factors(op)
+    return () if is_end else op.inputs
