@@ -184,7 +184,7 @@ def _largest(program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequenc
     largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
     units = {u: size.units[u] for u in largest}
     nothing = nothing_left(program.cut, leaves)
-    return make_departure(program.cut, units, leaves, nothing).state
+    return make_departure(program.cut, units, leaves, nothing).block
 
 
 def _not_early(
