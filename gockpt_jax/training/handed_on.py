@@ -23,31 +23,39 @@ def handed_on(given: Sequence[Value], before: Sequence[Value], after: Sequence[V
     Returns:
       Their positions.
     """
-    found = {i for i, value in enumerate(after) if _may_be(value, before[i])}
+    reached = [_reached(value) for value in after]
+
+    def may_become(i: int, wanted: Value) -> bool:
+        """Whether a compiler may find that a turn makes this value of the one at a position."""
+        return without_walls(wanted) in reached[i] and may_be_equal(after[i], wanted)
+
+    position = {value: j for j, value in enumerate(before)}
+    found = {i for value, i in position.items() if may_become(i, value)}
 
     def stays(i: int) -> bool:
         """Whether it becomes what the first turn is given, by itself or by one of those found."""
         if is_known(given[i]) and is_known(after[i]):
             return may_be_equal(after[i], given[i])
-        same = (j for j in found if may_be_equal(given[i], given[j]))
-        return any(_may_be(after[i], v) for v in (given[i], *(before[j] for j in same)))
+        # What it is made of is few of all: to compare them first would take long.
+        near = found.intersection(position[v] for v in reached[i] if v in position)
+        return may_become(i, given[i]) or any(
+            may_become(i, before[j]) and may_be_equal(given[i], given[j]) for j in near
+        )
 
     while more := {i for i in range(len(after)) if i not in found and stays(i)}:
         found |= more
     return found
 
 
-def _may_be(value: Value, wanted: Value) -> bool:
-    """Whether a compiler may find that a value is another, from which it is made."""
+def _reached(value: Value) -> set[Value]:
+    """What a value may be, as far as the operations tell that it is made by."""
     stack, seen = [value], set[Value]()
     while stack:
         made = without_walls(stack.pop())
-        if made is wanted:
-            return may_be_equal(value, wanted)
-        if made.op is not None and made not in seen:
+        if made not in seen:
             seen.add(made)
-            stack.extend(_seen_through(made.op))
-    return False
+            stack.extend(() if made.op is None else _seen_through(made.op))
+    return seen
 
 
 def _seen_through(op: Op) -> Sequence[Value]:

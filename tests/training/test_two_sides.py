@@ -17,6 +17,8 @@ import pytest
 from jax import lax
 from training_helpers import analyse, bits
 
+from gockpt_jax.training import handed_on, numbers
+
 ROWS, COLUMNS = 64, 32
 
 
@@ -71,6 +73,12 @@ def handed(c: Any, turn: Callable[..., Any], g: Any) -> Any:
 def handed_by_a_scan(c: Any, turn: Callable[..., Any], g: Any) -> Any:
     add = lambda c, x: ((turn(c[0], x), c[1] + x), None)  # noqa: E731
     return lax.scan(add, (c, g), jnp.stack([g, jnp.sin(g), g]))[0][0]
+
+
+def handed_from_outside(c: Any, g: Any) -> Any:
+    """What a loop is given, and every turn takes from outside: it comes out of one of one turn."""
+    c = lax.scan(lambda c, _: (c * 1.0, None), c, length=1)[0]
+    return lax.fori_loop(0, turns(g), lambda _, x: (c * 1.0, x[1] + g), (c, g))[0]
 
 
 def padded(g: Any) -> Any:
@@ -210,6 +218,12 @@ LOOPED: dict[str, Callable[..., Any]] = {
             0, turns(g), lambda _, c: (c[1] * 1.0, c[1], c[2] + g), (g * 0.9, g * 0.9, g)
         )[0] * 0.3, v + g
     ),
+    "a product from outside": lambda m, v, g: (
+        m + handed_from_outside(jnp.cos(g) * 0.9, jnp.sin(g)) * 0.3, v + g
+    ),
+    "a moment's product from outside": lambda m, v, g: (
+        handed_from_outside(m * 0.9, jnp.cos(g)) * 0.3, v + g
+    ),
     "the largest number of all": lambda m, v, g: (
         jnp.minimum(m * 0.3, handed(jnp.full_like(g, jnp.inf), lambda c, _: c * 1.0, g)) * 0.7,
         v + g,
@@ -333,6 +347,31 @@ def test_what_no_compiler_knows_leaves_early(name: str) -> None:
         return {"m": 0.9 * state["m"] + 0.1 * g, "v": 0.99 * state["v"] + 0.01 * g}
 
     assert not analyse(step, *given()).late
+
+
+def test_of_many_values_that_a_loop_hands_on_few_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a model of many leaves: else a step takes long to analyse."""
+    many = 60
+    compared = []
+
+    def may_be_equal(a: Any, b: Any) -> bool:
+        compared.append((a, b))
+        return numbers.may_be_equal(a, b)
+
+    monkeypatch.setattr(handed_on, "may_be_equal", may_be_equal)
+
+    def step(state: Any, g: Any) -> Any:
+        def turn(_: Any, c: Any) -> Any:
+            kept, sums = c
+            return [x * 1.0 for x in kept], [x + jnp.sin(x) for x in sums]
+
+        kept, sums = lax.fori_loop(0, turns(g), turn, (state, [jnp.zeros_like(x) for x in state]))
+        return [x * 0.9 + 0.1 * s for x, s in zip(kept, sums, strict=True)]
+
+    analyse(step, [jnp.full((2,), n, jnp.float32) for n in range(many)], jnp.ones(3))
+    assert many <= len(compared) < 6 * many
 
 
 def test_flags_that_the_step_is_given_are_seen_on_both_sides() -> None:
