@@ -55,6 +55,7 @@ class CurrentWindow:
         self._in_vain = _NONE  # of the first call in vain, with what the step before had returned
         self._several = processes.several
         self._none_for = -1  # the version of the last save that is to have none for want of room
+        self._why_none_for = ""
         self._without_room = 0  # windows in a row for which a device had none
         self._left_out = 0  # saves that come before the next window is tried
         self._on_save_error = options.on_save_error
@@ -127,22 +128,22 @@ class CurrentWindow:
         where an allocator waits before it fails. So behind each more there are twice as many saves
         without.
         """
-        self._none_for = target
+        self._none_for, self._why_none_for = target, "a device had no room for its window"
         self._left_out = 2**self._without_room - 1
         self._without_room = min(self._without_room + 1, _MOST_DOUBLINGS)
 
     def leaves_out(self, target: int) -> bool:
         """Whether that version's save has no window, for want of room; counts such saves."""
-        if target == self._none_for:
-            return True
-        if self._left_out == 0:
-            return False
-        left_out = counted(self._left_out, "save")
-        self.why_none = (
-            f"a device had no room for the last {self._without_room} windows, so the next one is "
-            f"tried after {left_out} without; give saves less of it (`device_budget_bytes`)"
-        )
-        self._none_for, self._left_out = target, self._left_out - 1
+        if target != self._none_for:
+            if self._left_out == 0:
+                return False
+            left_out = counted(self._left_out, "save")
+            self._none_for, self._left_out = target, self._left_out - 1
+            self.why_none = self._why_none_for = (
+                f"a device had no room for the last {self._without_room} windows, so the next one "
+                f"is tried after {left_out} without; give saves less of it (`device_budget_bytes`)"
+            )
+        self.why_none = self.why_none or self._why_none_for  # a save before it took the reason
         return True
 
     def abandon_in_vain(self, reason: str, version: int) -> None:

@@ -292,6 +292,24 @@ def test_a_device_that_has_no_room_for_any_window_is_not_asked_at_each_save(
         assert [trainer.report(label).kind for label in (32, 36)] == ["snapshot", "window"]
 
 
+def test_why_there_was_no_window_is_told_though_another_save_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forced one, that nobody has foreseen: it takes what was to be told of the next."""
+    inside = (OpenWindow, "leave")
+    fault = Fault(monkeypatch, block, "_copied", only_in=inside, error=FULL, lasts=True)
+    with Trainer(tmp_path, window=gockpt.WindowOptions(steps=4)) as trainer:
+        trainer.run_undisturbed(4)
+        fault.arm()
+        trainer.run(12)
+        for between, label in ((14, 16), (18, 20)):  # the first is left out, the other is tried
+            trainer.run(between)
+            trainer.save(force=True)
+            trainer.run(label)
+            trainer.assert_intact()
+            assert "a device had no room for" in trainer.report(label).reason
+
+
 @pytest.mark.parametrize("where", ["land_block", "land_cut"])
 def test_a_device_that_tells_late_that_it_had_no_room_is_heeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
