@@ -90,8 +90,10 @@ class Known:
         said, seen, saves = self._options, measured_facts(self.clock), self.saves(program)
         host = self._host.room_bytes(leaf_bytes * num_devices)
         unsaved = saves.unsaved
-        if said.steps is not None and not saves.took_none_of(len(program.cut.paths)):
-            unsaved = frozenset()  # a fixed K is a window of all that it may be one of
+        if said.steps is not None:  # a window of all that it may be one of
+            # Of several processes none asks again, so that it would never be one any more.
+            is_none = self.is_alone and saves.took_none_of(len(program.cut.paths))
+            unsaved = unsaved if is_none else frozenset()
         mine = [
             said.step_secs or seen.step_secs,
             said.link_bytes_per_sec or seen.link_bytes_per_sec,

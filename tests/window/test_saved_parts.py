@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from alone import FIRST_ALONE
 from window.training_loop import Loop, Options, assert_restores, to_host
 
 from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
@@ -15,7 +17,11 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window import ahead, open_window
 from gockpt_jax.window.audit import PendingAudit
 from gockpt_jax.window.device_budget import DeviceBudget
+from gockpt_jax.window.facts import NO_BYTES
+from gockpt_jax.window.known import Known, Saves
 from gockpt_jax.window.planner import Planner
+from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.resources import Resources
 
 LEAF = 64 * 64 * 4
 NAMES = "abcd"
@@ -312,6 +318,23 @@ def test_one_save_of_copies_ends_no_windows_of_a_fixed_k(tmp_path, monkeypatch):
     reports, armed, _ = run(tmp_path, parts, monkeypatch, steps=3)
     assert [r.kind for r in reports] == ["snapshot", "snapshot", "window", "snapshot", "window"]
     assert {3, 7, 11, 15} <= {*armed}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_beside_others_a_fixed_k_is_a_window_also_behind_copies(several):
+    """A plan that is first made behind two saves of them is looked at no more."""
+
+    class Program:
+        cut = SimpleNamespace(paths=("a", "b"))
+
+    options, program, all_leaves = WindowOptions(steps=3), Program(), frozenset({0, 1})
+    resources = Resources.of(options, Processes(), FIRST_ALONE)
+    others = SimpleNamespace(several=several, gather=lambda _, said: {0: said})
+    known = Known(options, others, resources, lambda: None)
+    saves = known._saves[program] = Saves()
+    saves.last.extend([(all_leaves, NO_BYTES)] * 2)
+    assert known.facts(program, 8, 1).unsaved == (frozenset() if several else all_leaves)
+    resources.close()
 
 
 def test_what_fails_one_item_of_a_window_is_what_fails_the_others(tmp_path, monkeypatch):
