@@ -184,6 +184,7 @@ def _chooser(cases: Sequence[Value]) -> Any:
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
     folded = op.is_of_folded and bool(op.inputs or op.name in KNOWN)
+    folded = folded or bool(op.stands_for and op.stands_for[index].is_folded)
     folded = folded or is_settled(aval, op) or is_known_part(Value(aval, op, index))
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=op.arguments)
 

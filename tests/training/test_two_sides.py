@@ -75,9 +75,22 @@ def handed_by_a_scan(c: Any, turn: Callable[..., Any], g: Any) -> Any:
     return lax.scan(add, (c, g), jnp.stack([g, jnp.sin(g), g]))[0][0]
 
 
+def through_one_turn(c: Any, g: Any) -> Any:
+    """The same, out of a loop of one turn, beside what it adds up."""
+    return lax.scan(lambda c, x: ((c[0] * 1.0, c[1] + x), None), (c, g), g[None])[0][0]
+
+
+def through_a_mesh(c: Any, g: Any) -> Any:
+    """The same, out of a `shard_map`."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("data")
+    same = jax.shard_map(lambda c, g: (c, g + c), mesh=mesh, in_specs=spec, out_specs=spec)
+    return same(c, g)[0]
+
+
 def handed_from_outside(c: Any, g: Any) -> Any:
     """What a loop is given, and every turn takes from outside: it comes out of one of one turn."""
-    c = lax.scan(lambda c, _: (c * 1.0, None), c, length=1)[0]
+    c = through_one_turn(c, jnp.cos(g))
     return lax.fori_loop(0, turns(g), lambda _, x: (c * 1.0, x[1] + g), (c, g))[0]
 
 
@@ -176,6 +189,18 @@ NOTHING: dict[str, Callable[..., Any]] = {
     ),
     "less nothing in either branch": lambda m, v, g: (m - either(g, lambda: -0.0), v + g),
     "nothing": lambda m, v, g: (m + 0.0, v + (jnp.zeros_like(g) + g)),
+}  # fmt: skip
+NOTHING |= {
+    f"nothing out of {where}, {what}": lambda m, v, g, through=through, then=then: (
+        m + then(through(jnp.zeros_like(g), jnp.sin(g)), jnp.cos(g)), v + g
+    )
+    for where, through in {
+        "a loop of one turn": through_one_turn, "a mesh": through_a_mesh,
+    }.items()
+    for what, then in {
+        "negated twice": lambda x, g: -(x.reshape(-1) * -1.0).reshape(x.shape),
+        "handed on": lambda x, g: handed(x, lambda c, _: c * 1.0, g),
+    }.items()
 }  # fmt: skip
 HANDS_ON: dict[str, Callable[..., Any]] = {
     "times one": lambda c, x: c * 1.0,
