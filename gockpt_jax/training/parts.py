@@ -54,6 +54,8 @@ def is_known_part(value: Value) -> bool:
         return False
     if op.name in ("real", "imag"):
         return _is_known_half(op)
+    if op.name == "dynamic_update_slice" and op.inputs[0].shape == op.inputs[1].shape:
+        return is_known(op.inputs[1])  # all of it is written over, wherever it is told to begin
     if op.name not in PARTS or not all(map(is_known, op.inputs[1:])):
         return False  # or nobody knows where it lies
     if op.name in ("slice", "split") and (parts := sliced(value, op)) is not op.inputs:

@@ -276,6 +276,9 @@ TAKEN_OUT: dict[str, Callable[..., Any]] = {
         m + lax.dynamic_update_slice(jnp.zeros((2 * ROWS, COLUMNS)), jnp.sin(g), (ROWS, 0))[:ROWS],
         v + g,
     ),
+    "what is written over all": lambda m, v, g: (
+        m + lax.dynamic_update_slice(jnp.sin(g), jnp.zeros_like(g), (jnp.argmax(g[:, 0]), 0)), v + g
+    ),
     "beside what was set": lambda m, v, g: (
         m + jnp.zeros((2 * ROWS, COLUMNS)).at[ROWS:].set(jnp.sin(g))[:ROWS], v + g
     ),
@@ -350,6 +353,9 @@ SEEN_APART: dict[str, Callable[..., Any]] = {
     "what was padded": lambda m, g: padded(g)[:, COLUMNS:],
     "what was padded, and some padding": lambda m, g: padded(g)[:, 8 : COLUMNS + 8],
     "what padding is split off": lambda m, g: jnp.split(padded(g), 2, 1)[1],
+    "what is written over some": lambda m, g: lax.dynamic_update_slice(
+        jnp.sin(g), jnp.zeros_like(g)[:9], (0, 0)
+    ),
     "what was written": lambda m, g: (
         lax.dynamic_update_slice(jnp.zeros((2 * ROWS, COLUMNS)), jnp.sin(g), (ROWS, 0))[ROWS:]
     ),
