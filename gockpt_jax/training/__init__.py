@@ -8,6 +8,7 @@ In the order of their imports. What a step computes, and what a compiler may mak
     drawn        what number a value is
     numbers      which the compiler knows, which may be one, which flags are always the same
     parts        which parts of what was put together it knows
+    made         what operations give, and whether it knows that at once
     apart        which sums the compiler takes apart
     factors      what a factor may be seen to be
     hidden       of which operations they see more than we do

@@ -85,6 +85,9 @@ def ends_factors(op: Op) -> bool:
         return not may_be_all_of(op)
     if op.name == "clamp":
         return not any(may_hold(v, np.isinf) for v in op.inputs)
+    if op.name == "convert_element_type":  # what is behind the point is cut off
+        is_of_floats = jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+        return bool(is_of_floats and jnp.issubdtype(op.params["new_dtype"], jnp.integer))
     if op.name in ENDS:
         return not (may_be_erased(op) or is_apart(op))
     return (summed(op) > 1 and not is_apart(op)) or is_compiled_kernel(op)

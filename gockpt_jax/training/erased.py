@@ -8,9 +8,9 @@ where a matrix product is a multiplication, and where what is gathered or scatte
 import math
 from collections.abc import Callable, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax import _compat
 from gockpt_jax.training.primitives import CUMULATIVE, LOGICAL, OF_MATRICES
 from gockpt_jax.training.values import (
     Op,
@@ -108,27 +108,19 @@ def _has_a_constant(op: Op) -> bool:
     return any(map(is_known, op.inputs))
 
 
-def _ends_at_a_known_turn(op: Op) -> bool:
-    """Whether a loop's condition reads constants alone, so that it may be found to turn once."""
-    condition, _ = _compat.open_jaxpr(op.params["cond_jaxpr"])
-    consts = op.params["cond_nconsts"]
-    given = (*op.inputs[:consts], *op.inputs[consts + op.params["body_nconsts"] :])
-    read = {id(v) for v in condition.outvars}
-    for eqn in reversed(condition.eqns):
-        if any(id(v) in read for v in eqn.outvars):
-            read.update(map(id, eqn.invars))
-    pairs = zip(condition.invars, given, strict=True)
-    return all(is_known(value) for var, value in pairs if id(var) in read)
+def _may_keep_bits(op: Op) -> bool:
+    """Whether it is no flag's, of which comparisons make others: `~~bits` are those of a number."""
+    return op.inputs[0].dtype != jnp.bool_ or _has_a_constant(op)
 
 
 _BY_NAME: Mapping[str, Callable[[Op], bool]] = {
     "gather": _gathers_slices,
     "scatter": _scatters_slices,
     "pow": _is_a_whole_power,
-    "while": _ends_at_a_known_turn,
+    "while": lambda op: op.ends_at_known_turn,
     "sort": _along("dimension"),
     "top_k": _along("axis"),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
     **dict.fromkeys(OF_MATRICES, _is_of_numbers),
-    **dict.fromkeys(LOGICAL - {"not"}, _has_a_constant),
+    **dict.fromkeys(LOGICAL, _may_keep_bits),
 }

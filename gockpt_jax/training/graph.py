@@ -19,17 +19,16 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of, can_open
-from gockpt_jax.training.handed_on import handed_on
+from gockpt_jax.training.handed_on import handing_on, turns_of
+from gockpt_jax.training.made import value_of
 from gockpt_jax.training.merging import may_be_cut
-from gockpt_jax.training.numbers import is_settled
-from gockpt_jax.training.parts import is_known_part
-from gockpt_jax.training.primitives import CARRIED, CHOICE, ENTER, KNOWN
+from gockpt_jax.training.numbers import may_end_turns
+from gockpt_jax.training.primitives import CHOICE, ENTER
 from gockpt_jax.training.values import (
     Op,
     PathEntry,
     Site,
     Value,
-    is_everywhere,
 )
 
 
@@ -146,7 +145,7 @@ def _apply(
         return _loop(op, [var.aval for var in eqn.outvars], axes)
     elif name == "while":
         return _while(op, [var.aval for var in eqn.outvars], axes)
-    return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
+    return [value_of(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
 def _choices(
@@ -165,9 +164,9 @@ def _choices(
             inside = (*path[:-1], path[-1]._replace(branch=i))
         branches.append(_walk(*_compat.open_jaxpr(branch), operands, inside, axes))
     return [
-        _value(aval, cond, i, axes)
+        value_of(aval, cond, i, axes)
         if _is_extended(aval)
-        else _value(aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
+        else value_of(aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
         for i, (aval, *cases) in enumerate(zip(avals, *branches, strict=True))
     ]
 
@@ -181,14 +180,6 @@ def _chooser(cases: Sequence[Value]) -> Any:
     return lax.select_n_p if any(map(may_be_cut, cases)) else CHOICE
 
 
-def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
-    certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = op.is_of_folded and bool(op.inputs or op.name in KNOWN)
-    folded = folded or bool(op.stands_for and op.stands_for[index].is_folded)
-    folded = folded or is_settled(aval, op) or is_known_part(Value(aval, op, index))
-    return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=op.arguments)
-
-
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
@@ -197,7 +188,7 @@ def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     given = [
         Value(var.aval, constant=outer.constant, is_folded=True)
         if outer.is_constant and not any(spec)
-        else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}), 0, axes)
+        else value_of(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}), 0, axes)
         for var, outer, spec in zip(body.invars, op.inputs, specs, strict=True)
     ]
     for var, outer, spec, value in zip(body.invars, op.inputs, specs, given, strict=True):
@@ -222,7 +213,7 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
 
     def turn(carry: Sequence[Value]) -> list[Value]:
         given = [
-            _value(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
+            value_of(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
             for var, row in zip(body.invars[len(fixed) + num_carried :], rows, strict=True)
         ]
         return _walk(body, consts, [*fixed, *carry, *given], None, axes)
@@ -242,9 +233,9 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
         carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
     parts = [tuple(each[i] for each in stacked) for i in range(len(avals) - num_carried)]
     joined = (Op(lax.concatenate_p, part, {}) for part in parts)
-    added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
+    added = (value_of(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
     scan.stands_for = (*carry, *added)
-    return [_value(aval, scan, i, axes) for i, aval in enumerate(avals)]
+    return [value_of(aval, scan, i, axes) for i, aval in enumerate(avals)]
 
 
 def _looped(
@@ -260,40 +251,25 @@ def _looped(
       turn: What one makes of it.
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
-    before = _carried(loop, avals[: len(carry)], axes)
-    loop.turn = tuple(turn(before))
-    made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
-    for value, last in zip(made, loop.turn, strict=True):
+    after, stays = turns_of(loop, avals[: len(carry)], carry, turn, axes)
+    loop.turn = tuple(after)
+    made = [value_of(aval, loop, i, axes) for i, aval in enumerate(avals)]
+    for value, last in zip(made, after, strict=True):
         value.is_folded |= last.is_folded  # whatever else the loop is given
-    return _handing_on(made, carry, before, loop.turn[: len(carry)], axes)
+    return handing_on(made, carry, stays, axes)
 
 
 def _while(loop: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
     """What a loop returns that turns until something holds: maybe never."""
-    body, consts = _compat.open_jaxpr(loop.params["body_jaxpr"])
+    condition, body = (_compat.open_jaxpr(loop.params[f"{of}_jaxpr"]) for of in ("cond", "body"))
     start = loop.params["cond_nconsts"]
     end = start + loop.params["body_nconsts"]
     fixed, carry = loop.inputs[start:end], loop.inputs[end:]
-    before = _carried(loop, avals, axes)
-    after = _walk(body, consts, [*fixed, *before], None, axes)
-    made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
-    return _handing_on(made, carry, before, after, axes)
-
-
-def _carried(loop: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
-    """What any turn of a loop is given by the one before."""
-    op = Op(CARRIED, loop.inputs, {})
-    return [_value(aval, op, i, axes) for i, aval in enumerate(avals)]
-
-
-def _handing_on(
-    made: list[Value], carry: Sequence[Value], before: Sequence[Value], after: Sequence[Value],
-    axes: Collection[str],
-) -> list[Value]:  # fmt: skip
-    """What a loop returns, seen through it where a compiler may; the host repeats none of it."""
-    for i in handed_on(carry, before, after):
-        made[i] = _value(made[i].aval, Op(lax.optimization_barrier_p, (carry[i],), {}), 0, axes)
-    return made
+    (turns,) = _walk(*condition, [*loop.inputs[:start], *carry], None, axes)
+    loop.ends_at_known_turn = may_end_turns(turns)
+    turn = lambda before: _walk(*body, [*fixed, *before], None, axes)  # noqa: E731
+    _, stays = turns_of(loop, avals, carry, turn, axes)
+    return handing_on([value_of(a, loop, i, axes) for i, a in enumerate(avals)], carry, stays, axes)
 
 
 def _is_extended(aval: Any) -> bool:

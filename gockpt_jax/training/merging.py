@@ -28,7 +28,6 @@ from gockpt_jax.training.values import (
     Value,
     is_known,
     judged_once,
-    unspread,
     without_walls,
 )
 
@@ -48,7 +47,7 @@ def may_be_cut(value: Value) -> bool:
     return not (
         _shows(value, _is_rounding_factor, _ends_chain)
         or _shows(value, _hides, _ends_chain)
-        or _shows(value, _adds_constant, _ends_sum_to_cut)
+        or _shows_constant_added(value, _ends_sum_to_cut)
     )
 
 
@@ -132,7 +131,27 @@ def _folds(op: Op) -> bool:
             for v, factor in pairs
             if may_be_spread(factor) and not is_power_of_two(factor)
         )
-    return _adds_constant(op) and any(_shows(v, _adds_constant, ends_sum) for v, _ in pairs)
+    return _adds_constant(op) and any(_shows_constant_added(v, ends_sum) for v, _ in pairs)
+
+
+def _shows_constant_added(value: Value, ends: Callable[[Op], bool]) -> bool:
+    """Whether XLA sees a sum with a constant; also where two factors behind it make one together.
+
+    It erases both of `x * 2 * 0.5`.
+    """
+    return _shows(value, _adds_constant, ends) or (
+        _shows(value, _scales_again, _ends_chain) and _shows(value, _adds_constant, _ends_chain)
+    )
+
+
+def _scales(op: Op) -> bool:
+    """Whether an operation multiplies or divides by a constant."""
+    factors = {"mul": op.inputs, "div": op.inputs[1:]}.get(op.name, ())
+    return any(map(is_known, factors))
+
+
+def _scales_again(op: Op) -> bool:
+    return _scales(op) and any(_shows(v, _scales, _ends_chain) for v in op.inputs)
 
 
 def _may_add_nothing(op: Op) -> bool:
@@ -144,8 +163,15 @@ def _may_add_nothing(op: Op) -> bool:
     return (
         op.name in SUMS
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
-        and any(may_be_zero(v) and not unspread(v).is_constant for v in op.inputs)
+        and any(may_be_zero(v) and not _is_written(v) for v in op.inputs)
     )
+
+
+def _is_written(value: Value) -> bool:
+    """Whether it is a constant to the host as well: not one that comes out of a loop, say."""
+    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
+        (value,) = value.op.inputs
+    return value.is_constant
 
 
 def is_by_flags(op: Op) -> bool:
@@ -198,7 +224,8 @@ def _is_rounding_factor(op: Op) -> bool:
 def _ends_chain(op: Op) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS:
-        return not (may_be_all_of(op) or shares_a_spread(op))
+        is_of_floats = jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)  # bits it puts back as is
+        return bool(is_of_floats and not (may_be_all_of(op) or shares_a_spread(op)))
     return ends_factors(op)
 
 

@@ -152,14 +152,42 @@ def is_settled(aval: Any, op: Op) -> bool:
         return is_known(op.inputs[0]) and not np.ndim(number_of(op.inputs[0]))
     if dtype is None or not op.inputs:
         return False
+    if op.name in ("pow", "integer_pow"):  # to the power of nothing all is one
+        return op.params.get("y") == 0 or any(map(may_be_zero, op.inputs[1:]))
+    if op.name in ("dynamic_update_slice", "scatter"):  # over all that was there
+        update = op.inputs[1 if op.name == "dynamic_update_slice" else 2]
+        return update.size == op.inputs[0].size and is_known(update)
     if not any(v.size for v in op.inputs):  # the sum of nothing
         return True
     if op.name in ("select_n", "choice"):
-        return all(map(is_known, op.inputs[1:])) and _are_equal(op.inputs[1:])
+        return _is_known_choice(*op.inputs)
     if op.name in COMPARISONS:
         return _is_settled_comparison(aval, op)
     is_whole = dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
     return bool(is_whole) and op.name in _OF_WHOLE and _OF_WHOLE[op.name](op)
+
+
+def may_end_turns(flag: Value) -> bool:
+    """Whether a loop's first condition may tell a compiler that it does not turn, or only once.
+
+    One that is made of arguments and always holds may hold behind any turn.
+    """
+    as_drawn = number_of(Value(flag.aval, flag.op, flag.index)) if flag.arguments else 0
+    return flag.is_folded and not np.all(as_drawn == 1)
+
+
+def _is_known_choice(which: Value, *cases: Value) -> bool:
+    """Whether it is among constants that are one, or a compiler may know that it takes such a one.
+
+    Flags made of constants, of which some may be set and others not, choose none.
+    """
+    if all(map(is_known, cases)) and _are_equal(cases):
+        return True
+    which = unspread(which)
+    if not which.is_folded or (which.shape and not which.arguments):
+        return False
+    number = number_of(which)
+    return any(is_known(v) for n, v in enumerate(cases) if is_secret(number) or n == number)
 
 
 def _is_settled_comparison(aval: Any, op: Op) -> bool:

@@ -9,15 +9,19 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from jax import lax
 
-from gockpt_jax.training.numbers import number_of
+from gockpt_jax.training.erased import may_be_erased
+from gockpt_jax.training.numbers import may_be_all_of, number_of
 from gockpt_jax.training.primitives import IDENTITIES, JOINS, LAYOUTS, PARTS
-from gockpt_jax.training.values import Op, Value, is_known, without_walls
+from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 FEW = 8
 """Arrays that are put together, and maybe taken apart again, which are looked at each by itself. Of
 more, as of all leaves of a flat vector, each sum of two parts would look at all."""
 
+_KEEP = ("slice", "split", "pad")
+"""Some elements, of which it is known by their parameters where they are."""
 _Region = Sequence[tuple[float, float]]
 """Where in an array: from where to where along each dimension."""
 
@@ -28,13 +32,7 @@ def sliced(value: Value, op: Op) -> Sequence[Value]:
     if joined is None or joined.name != "concatenate" or "dimension" not in joined.params:
         return op.inputs  # or the turns of a loop, written out
     along = joined.params["dimension"]
-    if op.name == "slice":
-        start, end = (op.params[key][along] for key in ("start_indices", "limit_indices"))
-    elif op.params["axis"] == along:
-        end = _ends(op, op.params["sizes"])[value.index]
-        start = end - value.shape[along]
-    else:
-        return op.inputs
+    start, end = _kept(value, op)[along]
     ends = _ends(joined, [v.shape[along] for v in joined.inputs] if joined.ends is None else ())
     parts = joined.inputs[bisect.bisect_right(ends, start) : bisect.bisect_left(ends, end) + 1]
     return parts if len(parts) <= FEW else ()
@@ -54,11 +52,9 @@ def is_known_part(value: Value) -> bool:
         return False
     if op.name in ("real", "imag"):
         return _is_known_half(op)
-    if op.name == "dynamic_update_slice" and op.inputs[0].shape == op.inputs[1].shape:
-        return is_known(op.inputs[1])  # all of it is written over, wherever it is told to begin
-    if op.name not in PARTS or not all(map(is_known, op.inputs[1:])):
+    if not _is_part(op) or not all(map(is_known, op.inputs[1:])):
         return False  # or nobody knows where it lies
-    if op.name in ("slice", "split") and (parts := sliced(value, op)) is not op.inputs:
+    if op.name in _KEEP and (parts := sliced(value, op)) is not op.inputs:
         return bool(parts) and all(map(is_known, parts))
     joined = _put_together(op)
     if joined is None:
@@ -76,32 +72,54 @@ def is_known_part(value: Value) -> bool:
     )
 
 
+def _is_part(op: Op) -> bool:
+    """Whether it is of some elements of an array: less than nothing is padded where some go."""
+    is_cropped = op.name == "pad" and any(min(low, high) < 0 for low, high, _ in _padding(op))
+    return is_cropped or op.name in PARTS
+
+
+def _padding(op: Op) -> Sequence[tuple[int, int, int]]:
+    return op.params["padding_config"]  # type: ignore[no-any-return]
+
+
 def _put_together(op: Op) -> Op | None:
     """What put together the array of which a part is taken, in front of what moves its elements."""
-    while (inner := without_walls(op.inputs[0]).op) is not None:
-        if inner.name in JOINS | {"dynamic_update_slice", "scatter", "scatter-add"}:
+    while (inner := unspread(op.inputs[0]).op) is not None:
+        is_part = _is_part(inner)
+        if not is_part and inner.name in JOINS | {"dynamic_update_slice", "scatter", "scatter-add"}:
             return inner
-        if inner.name not in IDENTITIES | LAYOUTS | PARTS:
-            return None
+        if not is_part and inner.name not in IDENTITIES | LAYOUTS:
+            erased = inner.inputs if may_be_erased(inner) else may_be_all_of(inner)
+            if not erased:
+                return None
+            inner = Op(lax.optimization_barrier_p, tuple(erased[:1]), {})
         op = inner
     return None
 
 
 def _taken(value: Value, op: Op) -> _Region | None:
     """Where a part is of what it is taken from; `None` where that is not looked up."""
+    if op.name in _KEEP:
+        return _kept(value, op)
+    return _at(op.inputs[1:], op.params["slice_sizes"]) if op.name == "dynamic_slice" else None
+
+
+def _kept(value: Value, op: Op) -> _Region:
+    """Where what these keep is of what they are given."""
     if op.name == "slice":
         return list(zip(op.params["start_indices"], op.params["limit_indices"], strict=True))
-    if op.name == "split":
-        along, end = op.params["axis"], _ends(op, op.params["sizes"])[value.index]
-        starts = [end - n if d == along else 0 for d, n in enumerate(value.shape)]
-        return [(start, start + n) for start, n in zip(starts, value.shape, strict=True)]
-    return _at(op.inputs[1:], op.params["slice_sizes"]) if op.name == "dynamic_slice" else None
+    if op.name == "pad":
+        config = zip(op.inputs[0].shape, _padding(op), strict=True)
+        return [(max(0, -low), n + min(0, high)) for n, (low, high, _) in config]
+    along, end = op.params["axis"], _ends(op, op.params["sizes"])[value.index]
+    starts = [end - n if d == along else 0 for d, n in enumerate(value.shape)]
+    return [(start, start + n) for start, n in zip(starts, value.shape, strict=True)]
 
 
 def _written(op: Op) -> _Region | None:
     """Where something is padded, or written; `None` where the compiler does not know."""
     if op.name == "pad":
-        config = zip(op.inputs[0].shape, op.params["padding_config"], strict=True)
+        config = zip(op.inputs[0].shape, _padding(op), strict=True)
         return [(low, low + n + max(0, n - 1) * between) for n, (low, _, between) in config]
     if op.name == "dynamic_update_slice":
         return _at(op.inputs[2:], op.inputs[1].shape)

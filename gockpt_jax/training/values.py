@@ -170,6 +170,8 @@ class Op:
     last turns of a loop make, where these are written out."""
     turn: "tuple[Value, ...]" = ()
     """Of a loop: what any one of its turns returns."""
+    ends_at_known_turn: bool = False
+    """Of a loop: whether a compiler may know if it makes its first turn, and maybe no other."""
     verdicts: dict[Any, bool] = dataclasses.field(default_factory=dict)
     """What was asked of it (`judged_once`)."""
 

@@ -94,6 +94,22 @@ def handed_from_outside(c: Any, g: Any) -> Any:
     return lax.fori_loop(0, turns(g), lambda _, x: (c * 1.0, x[1] + g), (c, g))[0]
 
 
+def by_bits(x: Any, f: Callable[[Any], Any]) -> Any:
+    return lax.bitcast_convert_type(f(lax.bitcast_convert_type(x, jnp.int32)), jnp.float32)
+
+
+def made_again(x: Any, g: Any) -> Any:
+    """What each turn of a loop makes of what it does not get from the one before."""
+    made = lambda: x - 0.0  # noqa: E731
+    return lax.fori_loop(0, turns(g), lambda _, c: (made(), c[1] + g), (made(), g))[0]
+
+
+def at_most_once(happens: Any, turn: Callable[[Any], Any], c: Any) -> Any:
+    """A loop that turns if something happens, and no second time."""
+    body = lambda c: (jnp.array(False), turn(c[1]))  # noqa: E731
+    return lax.while_loop(lambda c: c[0], body, (happens, c))[1]
+
+
 def padded(g: Any) -> Any:
     return jnp.pad(jnp.sin(g), ((0, 0), (COLUMNS, 0)))
 
@@ -219,6 +235,8 @@ HANDS_ON: dict[str, Callable[..., Any]] = {
         lax.bitcast_convert_type(c, jnp.int32), jnp.float32
     ),
     "as a real part": lambda c, x: lax.real(lax.complex(c, x)),
+    "all bits the other way, twice": lambda c, x: by_bits(c, lambda n: ~~n),
+    "bits, five more and five less": lambda c, x: by_bits(c, lambda n: n + 5 - 5),
 }  # fmt: skip
 LOOPED: dict[str, Callable[..., Any]] = {
     f"{what} {name} {how}": lambda m, v, g, turn=turn, loop=loop, of=of: (
@@ -254,6 +272,67 @@ LOOPED: dict[str, Callable[..., Any]] = {
         v + g,
     ),
 }  # fmt: skip
+LOOPED |= {
+    "a sum that every turn makes again": lambda m, v, g: (
+        m + (made_again(jnp.cos(jnp.sum(g)) + 0.3, g) + 0.9), v + g
+    ),
+    "nothing, and twice nothing in it": lambda m, v, g: (
+        m + lax.fori_loop(
+            0, turns(g), lambda _, c: (c[0] * 1.0, c[1] * 1.0, c[2] + c[0] - c[1]),
+            (jnp.zeros_like(g),) * 3,
+        )[2], v + g
+    ),
+    "turned around, and nothing added": lambda m, v, g: (
+        jnp.minimum(m * 0.3, lax.scan(
+            lambda c, x: (c + x, None),
+            lax.scan(
+                lambda c, _: ((c[1], c[2], c[0]), None),
+                (jnp.full_like(g, jnp.inf), jnp.cos(g), g), None, length=3, unroll=3,
+            )[0][0],
+            jnp.zeros((2, *g.shape)), unroll=2,
+        )[0]) * 0.7, v + g
+    ),
+    "a constant out of one turn": lambda m, v, g: (
+        m + lax.scan(lambda c, _: ((jnp.zeros_like(g), c[1] + g), None), (g, g), None, length=1
+        )[0][0], v + g
+    ),
+    "flags that no turn changes": lambda m, v, g: (
+        m * lax.while_loop(
+            lambda c: (c[0] < 5) & False, lambda c: (c[0] + 1, jnp.cos(c[1])),
+            (turns(g), (jnp.sin(g) > 0).astype(jnp.float32)),
+        )[1], v + g
+    ),
+    "a constant that one turn or none hands on": lambda m, v, g: (
+        m + jnp.sin(g) * lax.scan(
+            lambda c, x: (c, at_most_once(jnp.sum(g) > 0, lambda c: c * 1.0, x)),
+            0.0, jnp.full((1, *g.shape), 0.9),
+        )[1][0] * 0.3, v + g
+    ),
+}  # fmt: skip
+# Constants that are chosen, and made, whatever else there is.
+ALWAYS: dict[str, Callable[..., Any]] = {
+    "chosen by a number that is itself": lambda m, v, g: (
+        m * (lambda n: jnp.where(n == n, jnp.full_like(g, 0.9), jnp.cos(g)))(turns(g)) * 0.3,
+        v + g,
+    ),
+    "nothing, in the branch that is always taken": lambda m, v, g: (
+        m + lax.cond(turns(g) * 0 == 0, lambda: jnp.zeros_like(g), lambda: jnp.cos(g)), v + g
+    ),
+    "nothing, in the first turn": lambda m, v, g: (
+        m + lax.fori_loop(0, 1, lambda i, c: jnp.where(i == 0, 0.0, c), jnp.sum(g)), v + g
+    ),
+    "to the power of nothing": lambda m, v, g: ((m + 0.1) * jnp.sin(g) ** 0 + 0.3, v + g),
+    "the largest number of all, written over all": lambda m, v, g: (
+        jnp.minimum(
+            m * 0.3, lax.dynamic_update_slice(jnp.cos(g), jnp.full_like(g, jnp.inf), (0, 0))
+        ) * 0.7, v + g,
+    ),
+    "sorted alone by others": lambda m, v, g: (
+        m * 0.3 * lax.sort((jnp.sin(g)[None], jnp.full((1, *g.shape), 0.9)), 0, num_keys=1)[1][0],
+        v + g,
+    ),
+    "a sum, doubled and halved": lambda m, v, g: ((m + 0.1) * 2.0 * 0.5 + 0.3, v + g),
+}  # fmt: skip
 # Constants that a program has put into something larger, and takes out again.
 TAKEN_OUT: dict[str, Callable[..., Any]] = {
     "a joined part": lambda m, v, g: (
@@ -282,6 +361,21 @@ TAKEN_OUT: dict[str, Callable[..., Any]] = {
     "beside what was set": lambda m, v, g: (
         m + jnp.zeros((2 * ROWS, COLUMNS)).at[ROWS:].set(jnp.sin(g))[:ROWS], v + g
     ),
+    "a joined part, the other cropped": lambda m, v, g: (
+        0.3 * m * lax.pad(
+            jnp.concatenate([jnp.full_like(g, 0.9), jnp.sin(g)]), 0.0, ((0, -ROWS, 0), (0, 0, 0))
+        ), v + g
+    ),
+    "one of a pair, the larger of itself": lambda m, v, g: (
+        0.3 * m * jax.vmap(lambda x: jnp.maximum(x, x))(
+            jnp.stack([jnp.full_like(g, 0.9), jnp.sin(g)])
+        )[0], v + g
+    ),
+    "one of a pair, summed up alone": lambda m, v, g: (
+        0.3 * m * jax.vmap(lambda x: jnp.cumsum(x[None], 0)[0])(
+            jnp.stack([jnp.full_like(g, 0.9), jnp.sin(g)])
+        )[0], v + g
+    ),
     "factors that are joined": lambda m, v, g: (
         0.9 * m * jnp.concatenate([jnp.full_like(g, 0.3), jnp.sin(g)])[:ROWS], v + g
     ),
@@ -306,7 +400,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     ),
 }  # fmt: skip
 STEPS = SPREAD | CHOSEN | NEVER_BELOW | FIRST_POWER | AMONG_ZEROS | NOTHING
-STEPS |= LOOPED | TAKEN_OUT | WHOLE
+STEPS |= LOOPED | ALWAYS | TAKEN_OUT | WHOLE
 
 
 def step_of(name: str) -> Callable[..., Any]:
@@ -336,6 +430,22 @@ def test_what_is_replayed_is_what_the_device_has(name: str) -> None:
                 np.testing.assert_array_equal(bits(leaf), bits(new[j]), f"beside {bad}")
 
 
+def test_two_factors_that_make_one_are_seen_through() -> None:
+    """What is returned between two sums with constants would keep them apart."""
+
+    def step(state: Any, g: Any) -> Any:
+        added = (jnp.sin(g) + 0.9) * 2.0 * 0.5
+        return {
+            "m": state["m"] + (lax.squeeze(jnp.stack([added]), (0,)) + 0.3),
+            "v": state["v"] + g,
+        }
+
+    found = analyse(step, *given(), even_for_nothing=True)
+    plain = found.step(*found.args)
+    for leaf, new in zip(found.leaves, found.run()[0], strict=True):
+        np.testing.assert_array_equal(bits(new), bits(plain[leaf.path]))
+
+
 SEEN_APART: dict[str, Callable[..., Any]] = {
     "gradients that a loop adds up": lambda m, g: lax.fori_loop(
         0, turns(g), lambda _, c: (c[0] + jnp.sin(g), c[1] * 1.0), (jnp.zeros_like(g), g)
@@ -363,6 +473,9 @@ SEEN_APART: dict[str, Callable[..., Any]] = {
         jnp.concatenate([jnp.zeros_like(g), jnp.sin(g)]), (jnp.argmax(g[:, 0]), 0), g.shape
     ),
     "a real part": lambda m, g: lax.real(lax.complex(jnp.sin(g), jnp.zeros_like(g))),
+    "where some of known places are": lambda m, g: jnp.where(
+        lax.iota(jnp.int32, g.size).reshape(g.shape) < 99, jnp.sin(g), 0.3
+    ),
     "a difference of whole numbers": lambda m, g: (
         (g * 3).astype(jnp.int32) - (g * 2).astype(jnp.int32)
     ).astype(jnp.float32),
