@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.numbers import may_hold
+from gockpt_jax.training.parts import half_of
 from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, MEETINGS, PARTS, SPREADS
 from gockpt_jax.training.values import Op, Ratio, Value, contracted, is_known, through_walls
 
@@ -79,13 +80,20 @@ def _is_put_together(value: Value, largest: Ratio) -> bool:
         elif op.name in _PUTS and any(_is_part(v, largest) for v in op.inputs[_PUTS[op.name]]):
             found = True
             stack.extend(() if op.name in JOINS else [(op.inputs[0], largest)])
-        elif op.name in LAYOUTS or op.name in PARTS:
+        elif op.name in ("real", "imag") and (half := half_of(op)) is not None:
+            stack.append((half, largest))
+        elif op.name in LAYOUTS | PARTS | SPREADS or _is_of_one(op):
             stack.append((op.inputs[min(value.index, len(op.inputs) - 1)], largest))
         elif all(v.shape in (value.shape, ()) for v in op.inputs):
             stack.extend((v, largest) for v in op.inputs)
         else:
             return False
     return found
+
+
+def _is_of_one(op: Op) -> bool:
+    """Whether it sums up one element alone: itself."""
+    return op.name.startswith("reduce_") and "axes" in op.params and summed(op) == 1
 
 
 def _is_part(value: Value, largest: Ratio) -> bool:

@@ -251,7 +251,14 @@ def _looped(
       turn: What one makes of it.
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
-    after, stays = turns_of(loop, avals[: len(carry)], carry, turn, axes)
+
+    def a_round(before: Sequence[Value]) -> list[Value]:
+        made = turn(before)
+        for _ in range(1, loop.params["unroll"]):
+            made = turn(made[: len(carry)])
+        return made
+
+    after, stays = turns_of(loop, avals[: len(carry)], carry, a_round, axes)
     loop.turn = tuple(after)
     made = [value_of(aval, loop, i, axes) for i, aval in enumerate(avals)]
     for value, last in zip(made, after, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from gockpt_jax.training.erased import may_be_erased
-from gockpt_jax.training.numbers import may_be_all_of, number_of
+from gockpt_jax.training.numbers import may_be_all_of, may_be_one, number_of
 from gockpt_jax.training.primitives import IDENTITIES, JOINS, LAYOUTS, PARTS
 from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
@@ -51,7 +51,8 @@ def is_known_part(value: Value) -> bool:
     if op is None:
         return False
     if op.name in ("real", "imag"):
-        return _is_known_half(op)
+        half = half_of(op)
+        return half is not None and is_known(half)
     if not _is_part(op) or not all(map(is_known, op.inputs[1:])):
         return False  # or nobody knows where it lies
     if op.name in _KEEP and (parts := sliced(value, op)) is not op.inputs:
@@ -90,6 +91,8 @@ def _put_together(op: Op) -> Op | None:
             return inner
         if not is_part and inner.name not in IDENTITIES | LAYOUTS:
             erased = inner.inputs if may_be_erased(inner) else may_be_all_of(inner)
+            if inner.name == "mul":
+                erased = [x for x, y in (inner.inputs, inner.inputs[::-1]) if may_be_one(y)]
             if not erased:
                 return None
             inner = Op(lax.optimization_barrier_p, tuple(erased[:1]), {})
@@ -142,9 +145,9 @@ def _at(starts: Sequence[Value], sizes: Sequence[int]) -> _Region | None:
     return [(place, place + size) for place, size in zip(places, sizes, strict=True)]
 
 
-def _is_known_half(op: Op) -> bool:
-    """Whether a complex number was made of a real and an imaginary part, and that one is known."""
+def half_of(op: Op) -> Value | None:
+    """What a complex number was made of, of which this is the real or the imaginary part."""
     half, inner = (0 if op.name == "real" else 1), without_walls(op.inputs[0]).op
     while inner is not None and inner.name in IDENTITIES | LAYOUTS | {"neg", "conj"}:
         inner = without_walls(inner.inputs[0]).op
-    return inner is not None and inner.name == "complex" and is_known(inner.inputs[half])
+    return inner.inputs[half] if inner is not None and inner.name == "complex" else None

@@ -110,6 +110,10 @@ def at_most_once(happens: Any, turn: Callable[[Any], Any], c: Any) -> Any:
     return lax.while_loop(lambda c: c[0], body, (happens, c))[1]
 
 
+def largest_of_two(x: Any, f: Callable[[Any], Any]) -> Any:
+    return jnp.max(f(jnp.broadcast_to(x, (2,))))
+
+
 def padded(g: Any) -> Any:
     return jnp.pad(jnp.sin(g), ((0, 0), (COLUMNS, 0)))
 
@@ -292,6 +296,12 @@ LOOPED |= {
             jnp.zeros((2, *g.shape)), unroll=2,
         )[0]) * 0.7, v + g
     ),
+    "turned around in each round": lambda m, v, g: (
+        m + lax.scan(
+            lambda c, _: ((c[1], c[2], c[0]), None), (jnp.zeros_like(g), jnp.cos(g), g), None,
+            length=6, unroll=3,
+        )[0][0], v + g
+    ),
     "a constant out of one turn": lambda m, v, g: (
         m + lax.scan(lambda c, _: ((jnp.zeros_like(g), c[1] + g), None), (g, g), None, length=1
         )[0][0], v + g
@@ -331,6 +341,14 @@ ALWAYS: dict[str, Callable[..., Any]] = {
         m * 0.3 * lax.sort((jnp.sin(g)[None], jnp.full((1, *g.shape), 0.9)), 0, num_keys=1)[1][0],
         v + g,
     ),
+    "the larger of what is spread, as an imaginary part": lambda m, v, g: (
+        m + (largest_of_two(
+            jnp.cos(jnp.sum(g)) + 0.3, lambda x: lax.imag(lax.complex(jnp.stack([g[0, 0], g[1, 1]]), x))
+        ) + 0.9), v + g
+    ),
+    "the larger of what is spread, summed up alone": lambda m, v, g: (
+        m + (largest_of_two(jnp.cos(jnp.sum(g)) + 0.3, lambda x: jnp.max(x[None], 0)) + 0.9), v + g
+    ),
     "a sum, doubled and halved": lambda m, v, g: ((m + 0.1) * 2.0 * 0.5 + 0.3, v + g),
 }  # fmt: skip
 # Constants that a program has put into something larger, and takes out again.
@@ -365,6 +383,9 @@ TAKEN_OUT: dict[str, Callable[..., Any]] = {
         0.3 * m * lax.pad(
             jnp.concatenate([jnp.full_like(g, 0.9), jnp.sin(g)]), 0.0, ((0, -ROWS, 0), (0, 0, 0))
         ), v + g
+    ),
+    "one of a pair, times one": lambda m, v, g: (
+        0.3 * m * (jnp.stack([jnp.full_like(g, 0.9), jnp.sin(g)]) * 1.0)[0], v + g
     ),
     "one of a pair, the larger of itself": lambda m, v, g: (
         0.3 * m * jax.vmap(lambda x: jnp.maximum(x, x))(
