@@ -211,9 +211,9 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
     fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
     num_carried, length = len(carry), scan.params["length"]
 
-    def turn(carry: Sequence[Value]) -> list[Value]:
+    def turn(carry: Sequence[Value], place: int | None = None) -> list[Value]:
         given = [
-            value_of(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
+            value_of(var.aval, Op(lax.slice_p, (row,), _of_row(row, place)), 0, axes)
             for var, row in zip(body.invars[len(fixed) + num_carried :], rows, strict=True)
         ]
         return _walk(body, consts, [*fixed, *carry, *given], None, axes)
@@ -228,14 +228,22 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
         first = Op(scan.primitive, scan.inputs, scan.params)
         made = _looped(first, avals, carry, turn, axes)
         carry, stacked = made[:num_carried], [made[num_carried:]]
-    for _ in range(behind):
-        made = turn(carry)
+    for n in range(length - behind, length):
+        made = turn(carry, length - 1 - n if scan.params["reverse"] else n)
         carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
     parts = [tuple(each[i] for each in stacked) for i in range(len(avals) - num_carried)]
     joined = (Op(lax.concatenate_p, part, {}) for part in parts)
     added = (value_of(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
     scan.stands_for = (*carry, *added)
     return [value_of(aval, scan, i, axes) for i, aval in enumerate(avals)]
+
+
+def _of_row(rows: Value, place: int | None) -> dict[str, Any]:
+    """Where a turn's row is, as a slice tells; nothing where a compiler does not know the turn."""
+    if place is None:
+        return {}
+    _, *sizes = rows.shape
+    return {"start_indices": (place, *(0 for _ in sizes)), "limit_indices": (place + 1, *sizes)}
 
 
 def _looped(

@@ -38,9 +38,10 @@ def turns_of(
     """
     op = Op(CARRIED, loop.inputs, {})
     before = [value_of(aval, op, i, axes) for i, aval in enumerate(avals)]
+    stays = set[int]()
     while True:
         after = turn(before)
-        stays = _handed_on(carry, before, after[: len(carry)])
+        stays |= _handed_on(carry, before, after[: len(carry)])
         known = [i for i in stays if is_known(carry[i]) and before[i] is not carry[i]]
         if not known:
             return after, stays

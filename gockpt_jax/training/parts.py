@@ -31,6 +31,8 @@ def sliced(value: Value, op: Op) -> Sequence[Value]:
     joined = without_walls(op.inputs[0]).op
     if joined is None or joined.name != "concatenate" or "dimension" not in joined.params:
         return op.inputs  # or the turns of a loop, written out
+    if not op.params:
+        return op.inputs  # some turn's
     along = joined.params["dimension"]
     start, end = _kept(value, op)[along]
     ends = _ends(joined, [v.shape[along] for v in joined.inputs] if joined.ends is None else ())
@@ -53,8 +55,8 @@ def is_known_part(value: Value) -> bool:
     if op.name in ("real", "imag"):
         half = half_of(op)
         return half is not None and is_known(half)
-    if not _is_part(op) or not all(map(is_known, op.inputs[1:])):
-        return False  # or nobody knows where it lies
+    if not (_is_part(op) and op.params) or not all(map(is_known, op.inputs[1:])):
+        return False  # or nobody knows where it lies: in some turn of a loop
     if op.name in _KEEP and (parts := sliced(value, op)) is not op.inputs:
         return bool(parts) and all(map(is_known, parts))
     joined = _put_together(op)

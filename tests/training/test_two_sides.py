@@ -302,6 +302,12 @@ LOOPED |= {
             length=6, unroll=3,
         )[0][0], v + g
     ),
+    "a row of nothing, in the last turn": lambda m, v, g: (
+        m + lax.scan(
+            lambda c, x: (x, None), jnp.cos(g),
+            jnp.concatenate([jnp.sin(g)[None], jnp.zeros((1, *g.shape))]), unroll=2,
+        )[0], v + g
+    ),
     "a constant out of one turn": lambda m, v, g: (
         m + lax.scan(lambda c, _: ((jnp.zeros_like(g), c[1] + g), None), (g, g), None, length=1
         )[0][0], v + g
@@ -312,11 +318,16 @@ LOOPED |= {
             (turns(g), (jnp.sin(g) > 0).astype(jnp.float32)),
         )[1], v + g
     ),
-    "a constant that one turn or none hands on": lambda m, v, g: (
-        m + jnp.sin(g) * lax.scan(
-            lambda c, x: (c, at_most_once(jnp.sum(g) > 0, lambda c: c * 1.0, x)),
-            0.0, jnp.full((1, *g.shape), 0.9),
-        )[1][0] * 0.3, v + g
+    "flags that one turn or none hands on": lambda m, v, g: (
+        m * at_most_once(
+            jnp.sum(g) > 0, lambda c: c * lax.pow(jnp.sin(g), jnp.zeros_like(g)),
+            (jnp.sin(g) > 0).astype(jnp.float32),
+        ), v + g
+    ),
+    "the largest number of all, set and read": lambda m, v, g: (
+        jnp.minimum(m * 0.3, handed(
+            jnp.full_like(g, jnp.inf), lambda c, _: jnp.zeros((2, *g.shape)).at[1].add(c)[1], g
+        )) * 0.7, v + g
     ),
 }  # fmt: skip
 # Constants that are chosen, and made, whatever else there is.
@@ -343,7 +354,7 @@ ALWAYS: dict[str, Callable[..., Any]] = {
     ),
     "the larger of what is spread, as an imaginary part": lambda m, v, g: (
         m + (largest_of_two(
-            jnp.cos(jnp.sum(g)) + 0.3, lambda x: lax.imag(lax.complex(jnp.stack([g[0, 0], g[1, 1]]), x))
+            jnp.cos(jnp.sum(g)) + 0.3, lambda x: lax.imag(lax.complex(g[0, :2], x))
         ) + 0.9), v + g
     ),
     "the larger of what is spread, summed up alone": lambda m, v, g: (
@@ -455,7 +466,7 @@ def test_two_factors_that_make_one_are_seen_through() -> None:
     """What is returned between two sums with constants would keep them apart."""
 
     def step(state: Any, g: Any) -> Any:
-        added = (jnp.sin(g) + 0.9) * 2.0 * 0.5
+        added = (jnp.sort(g, 0) + 0.9) * 2.0 * 0.5
         return {
             "m": state["m"] + (lax.squeeze(jnp.stack([added]), (0,)) + 0.3),
             "v": state["v"] + g,
@@ -474,6 +485,20 @@ SEEN_APART: dict[str, Callable[..., Any]] = {
     "gradients that a loop scatters": lambda m, g: lax.fori_loop(
         0, turns(g), lambda n, c: c.at[jnp.argsort(g[:, 0])[:9] + n].add(g[:9]), jnp.zeros_like(g)
     ),
+    **{
+        f"rows of a loop, some of them {name}": lambda m, g, rows=rows: lax.scan(
+            lambda c, x: (c + jnp.sin(x), None), jnp.zeros_like(g), rows(g)
+        )[0]
+        for name, rows in {
+            "joined": lambda g: jnp.concatenate([jnp.zeros((2, *g.shape)), g[None]]),
+            "stacked": lambda g: jnp.stack([jnp.zeros_like(g), g]),
+            "padded": lambda g: jnp.pad(g[None], ((0, 2), (0, 0), (0, 0))),
+            "written": lambda g: lax.dynamic_update_slice(
+                jnp.zeros((3, *g.shape)), g[None], (1, 0, 0)
+            ),
+            "set": lambda g: jnp.zeros((3, *g.shape)).at[1:].set(g),
+        }.items()
+    },
     "what a loop halves": lambda m, g: jnp.where(
         g > lax.fori_loop(0, turns(g), lambda _, c: c * 0.5, 1.0), g, 0
     ),
