@@ -29,6 +29,7 @@ from gockpt_jax.training.values import (
     PathEntry,
     Site,
     Value,
+    is_known,
 )
 
 
@@ -284,7 +285,10 @@ def _while(loop: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]
     loop.ends_at_known_turn = may_end_turns(turns)
     turn = lambda before: _walk(*body, [*fixed, *before], None, axes)  # noqa: E731
     _, stays = turns_of(loop, avals, carry, turn, axes)
-    return handing_on([value_of(a, loop, i, axes) for i, a in enumerate(avals)], carry, stays, axes)
+    made = [value_of(aval, loop, i, axes) for i, aval in enumerate(avals)]
+    for value, first in zip(made, carry, strict=True):
+        value.is_folded |= loop.ends_at_known_turn and is_known(first)  # if it does not turn
+    return handing_on(made, carry, stays, axes)
 
 
 def _is_extended(aval: Any) -> bool:

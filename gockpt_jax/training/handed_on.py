@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gockpt_jax.training.common_factors import ends_factors
+from gockpt_jax.training.erased import is_one_product
 from gockpt_jax.training.made import value_of
 from gockpt_jax.training.numbers import may_be_all_of, may_be_equal
 from gockpt_jax.training.primitives import CARRIED, SUMS
@@ -81,7 +82,8 @@ def _handed_on(given: Sequence[Value], before: Sequence[Value], after: Sequence[
 
     def may_become(i: int, wanted: Value) -> bool:
         """Whether a compiler may find that a turn makes this value of the one at a position."""
-        return without_walls(wanted) in reached[i] and may_be_equal(after[i], wanted)
+        is_like = is_known(after[i]) or may_be_equal(after[i], wanted)  # of a part nobody knows
+        return without_walls(wanted) in reached[i] and is_like
 
     positions = collections.defaultdict[Value, list[int]](list)
     for j, value in enumerate(before):
@@ -132,7 +134,7 @@ def _seen_through(op: Op) -> Sequence[Value]:
     if op.name in SUMS:  # of whole numbers one sum may undo another
         is_of_floats = jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
         return may_be_all_of(op) if is_of_floats else op.inputs
-    if op.name == "mul":  # constants may make one together
+    if op.name == "mul" or is_one_product(op):  # constants may make one together
         return [x for x, y in (op.inputs, op.inputs[::-1]) if is_known(y)]
     if op.name == "div":
         return op.inputs[:1] if is_known(op.inputs[1]) else ()

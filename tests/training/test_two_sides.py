@@ -104,6 +104,10 @@ def made_again(x: Any, g: Any) -> Any:
     return lax.fori_loop(0, turns(g), lambda _, c: (made(), c[1] + g), (made(), g))[0]
 
 
+def gradient_of_set_and_read(c: Any, x: Any) -> Any:
+    return jax.vjp(lambda t: jnp.stack([x, x]).at[1].set(t)[1], x)[1](c)[0]
+
+
 def at_most_once(happens: Any, turn: Callable[[Any], Any], c: Any) -> Any:
     """A loop that turns if something happens, and no second time."""
     body = lambda c: (jnp.array(False), turn(c[1]))  # noqa: E731
@@ -238,6 +242,7 @@ HANDS_ON: dict[str, Callable[..., Any]] = {
     "as bits": lambda c, x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(c, jnp.int32), jnp.float32
     ),
+    "by a matrix of one": lambda c, x: (c[..., None] @ jnp.ones((1, 1)))[..., 0],
     "as a real part": lambda c, x: lax.real(lax.complex(c, x)),
     "all bits the other way, twice": lambda c, x: by_bits(c, lambda n: ~~n),
     "bits, five more and five less": lambda c, x: by_bits(c, lambda n: n + 5 - 5),
@@ -324,10 +329,15 @@ LOOPED |= {
             (jnp.sin(g) > 0).astype(jnp.float32),
         ), v + g
     ),
-    "the largest number of all, set and read": lambda m, v, g: (
-        jnp.minimum(m * 0.3, handed(
-            jnp.full_like(g, jnp.inf), lambda c, _: jnp.zeros((2, *g.shape)).at[1].add(c)[1], g
-        )) * 0.7, v + g
+    "the largest number of all, and no turn": lambda m, v, g: (
+        jnp.minimum(m * 0.3, lax.while_loop(
+            lambda c: (c[0] < 5) & False, lambda c: (c[0] + 1, jnp.cos(c[1])),
+            (turns(g), jnp.full_like(g, jnp.inf)),
+        )[1]) * 0.7, v + g
+    ),
+    "the largest number of all, the gradient of what is set and read": lambda m, v, g: (
+        jnp.minimum(m * 0.3, handed(jnp.full_like(g, jnp.inf), gradient_of_set_and_read, g)) * 0.7,
+        v + g,
     ),
 }  # fmt: skip
 # Constants that are chosen, and made, whatever else there is.
