@@ -472,22 +472,6 @@ def test_what_is_replayed_is_what_the_device_has(name: str) -> None:
                 np.testing.assert_array_equal(bits(leaf), bits(new[j]), f"beside {bad}")
 
 
-def test_two_factors_that_make_one_are_seen_through() -> None:
-    """What is returned between two sums with constants would keep them apart."""
-
-    def step(state: Any, g: Any) -> Any:
-        added = (jnp.sort(g, 0) + 0.9) * 2.0 * 0.5
-        return {
-            "m": state["m"] + (lax.squeeze(jnp.stack([added]), (0,)) + 0.3),
-            "v": state["v"] + g,
-        }
-
-    found = analyse(step, *given(), even_for_nothing=True)
-    plain = found.step(*found.args)
-    for leaf, new in zip(found.leaves, found.run()[0], strict=True):
-        np.testing.assert_array_equal(bits(new), bits(plain[leaf.path]))
-
-
 SEEN_APART: dict[str, Callable[..., Any]] = {
     "gradients that a loop adds up": lambda m, g: lax.fori_loop(
         0, turns(g), lambda _, c: (c[0] + jnp.sin(g), c[1] * 1.0), (jnp.zeros_like(g), g)
