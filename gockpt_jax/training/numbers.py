@@ -222,6 +222,12 @@ def _is_all_bits(op: Op) -> bool:
     return any(may_hold(v, lambda number: number == bits) for v in op.inputs)
 
 
+def _is_of_one_number(op: Op) -> bool:
+    """Whether its operands are one number: of flags, drawn alike by chance, one value."""
+    a, b = op.inputs
+    return unspread(a) is unspread(b) if a.dtype == jnp.bool_ else may_be_equal(a, b)
+
+
 def _is_of_one_place(op: Op) -> bool:
     """Whether it tells which element of one is the largest, say, or in what order one is sorted."""
     along = op.params.get("axes", [op.params.get("dimension", op.params.get("axis", -1))])
@@ -232,7 +238,7 @@ def _is_of_one_place(op: Op) -> bool:
 _OF_WHOLE: Mapping[str, Callable[[Op], bool]] = {
     **dict.fromkeys(("mul", "and"), lambda op: any(map(may_be_zero, op.inputs))),
     "or": _is_all_bits,
-    **dict.fromkeys(("sub", "xor"), lambda op: may_be_equal(op.inputs[0], op.inputs[1])),
+    **dict.fromkeys(("sub", "xor"), _is_of_one_number),
     "rem": lambda op: may_be_one(op.inputs[1]),
     # A sort is of the places that it is given.
     **dict.fromkeys(("argmax", "argmin", "top_k", "sort"), _is_of_one_place),

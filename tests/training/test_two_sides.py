@@ -499,6 +499,9 @@ SEEN_APART: dict[str, Callable[..., Any]] = {
     "what a loop scales as often as it turns": lambda m, g: lax.fori_loop(
         0, turns(g), lambda _, c: c * g[0, 0], jnp.sin(g)
     ),
+    "what either of two flags chooses": lambda m, g: jnp.where(
+        jnp.isfinite(g.sum()) ^ (g.sum() > 3), g, 0
+    ),
     "a part beside nothing": lambda m, g: jnp.concatenate([jnp.sin(g), jnp.zeros_like(g)])[:ROWS],
     "what was padded": lambda m, g: padded(g)[:, COLUMNS:],
     "what was padded, and some padding": lambda m, g: padded(g)[:, 8 : COLUMNS + 8],
