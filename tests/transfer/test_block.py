@@ -340,6 +340,7 @@ def test_thousands_of_small_arrays_share_several_buffers():
 def test_many_small_arrays_share_few_buffers_on_a_gpu(monkeypatch):
     """Larger ones than elsewhere; they begin where they would."""
     chunks = [Chunk.whole(Source.of(jnp.zeros(4)))] * 40
+    monkeypatch.delitem(layout._FEW_ON, "cpu", raising=False)  # `make pretended` has it
     monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 256)
     assert [len(b.chunks) for b in layout.lay_out(chunks)] == [4] * 10
     monkeypatch.setitem(layout._FEW_ON, "cpu", 4)
@@ -349,6 +350,7 @@ def test_many_small_arrays_share_few_buffers_on_a_gpu(monkeypatch):
 
 
 def test_small_arrays_of_replicas_share_no_larger_buffers(monkeypatch):
+    monkeypatch.delitem(layout._FEW_ON, "cpu", raising=False)
     monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 128)
     buffers = layout.lay_out([Chunk.whole(Source.of(put(np.zeros(16, np.float32), P())))] * 32)
     assert [len(b.chunks) for b in buffers] == [2] * 16
